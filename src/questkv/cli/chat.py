@@ -1,0 +1,141 @@
+"""``questkv chat``: one question after another about one document, on one cache."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from questkv.cli import options, output
+from questkv.cli.document import STDIN, read_document
+from questkv.cli.failures import one_line_failures
+from questkv.cli.opening import Opening
+from questkv.errors import DocumentError
+
+if TYPE_CHECKING:
+    from questkv.cli.session import Session
+
+_ROOM_FOR_QUESTION = 64
+
+
+def chat(
+    document: options.Document,
+    model: options.Model = options.MODEL,
+    rope_factor: options.RopeFactor = 1.0,
+    tail: options.Tail = False,
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    budget: options.Budget = None,
+    page_size: options.PageSize = options.PAGE_SIZE,
+    dense: options.Dense = False,
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = None,
+    json_target: Annotated[
+        str | None,
+        typer.Option(
+            "--json",
+            metavar="FILE|-",
+            help="Write each answer and its numbers as one line of JSON; with - nothing else is written to standard "
+            "output.",
+        ),
+    ] = None,
+) -> None:
+    """Ask one question after another about a document that is read once.
+
+    Questions come a line each, from the terminal or a pipe, and each sees what was said before. Ctrl-C ends the answer
+    that is being given and keeps the conversation; a second one, or one between answers, ends the command. So does the
+    end of the input (Ctrl-D).
+    """
+    with one_line_failures():
+        config = options.quest_config(budget, page_size, dense)
+        if document == STDIN:
+            raise typer.BadParameter("the questions come from standard input, so the document must be a file")
+        output.check_writable(json_target)
+        text = read_document(document)
+        opening = Opening(model, config, dtype, rope_factor, threads, seed, tail, max_new_tokens)
+        session = opening.load()
+        # room for a question, so that the first one doesn't find the context full
+        opening.read(session, document, text, len(session.prompter.question("?")) + _ROOM_FOR_QUESTION)
+        if json_target not in (None, output.STDOUT):
+            open(str(json_target), "w", encoding="utf-8").close()
+        _converse(session, max_new_tokens, temperature, json_target)
+
+
+def _converse(session: Session, max_new_tokens: int, temperature: float, json_target: str | None) -> None:
+    """Answer questions until there are no more."""
+    on_terminal = sys.stdin.isatty()
+    only_json = json_target == output.STDOUT
+    first = True
+    while (question := _next_question(on_terminal)) is not None:
+        if not question:
+            continue
+        asked = session.prompter.question(question, first=first)
+        room = session.room()
+        if room is not None and len(asked) + max_new_tokens > room:
+            raise DocumentError(
+                f"the conversation is full: the question and its answer need {len(asked) + max_new_tokens:,} tokens "
+                f"and {max(room, 0):,} of the model's context are left; start again, with --tail or --rope-factor"
+            )
+        with _OneAnswer() as stop:
+            answer = session.answer(
+                asked,
+                prefix=[],
+                on_text=(lambda piece: None) if only_json else output.stream_text,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                stop=stop.asked,
+            )
+        first = False
+        if not only_json:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        output.note(("stopped; " if stop.asked() else "") + answer.summary())
+        if json_target is not None:
+            values = {"question": question, **answer.as_json(session.config)}
+            output.write_json(json_target, values, indent=None, append=True)
+
+
+def _next_question(on_terminal: bool) -> str | None:
+    """The next line of the input, without its blanks; None at the end."""
+    if on_terminal:
+        try:
+            return input("\n> ").strip()
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+class _OneAnswer:
+    """While an answer is given, the first Ctrl-C asks it to stop; a second is an ordinary Ctrl-C again.
+
+    The answer stops between two tokens, so the cache holds whole tokens in all layers and the conversation goes on.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def asked(self) -> bool:
+        """Whether Ctrl-C was pressed."""
+        return self._asked
+
+    def __enter__(self) -> _OneAnswer:
+        self._before = signal.getsignal(signal.SIGINT)
+        self._taken = callable(self._before)
+        if self._taken:
+            signal.signal(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if self._taken:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True

@@ -1,0 +1,98 @@
+"""One way for a command to fail: a line on standard error, an exit code, no traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import typer
+
+from questkv.errors import ConfigError, QuestKVError
+
+FAILED = 1
+BAD_ARGUMENTS = 2
+INTERRUPTED = 128 + signal.SIGINT
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "std::bad_alloc", "cannot allocate")
+
+
+@contextlib.contextmanager
+def one_line_failures() -> Iterator[None]:
+    """Run a command's body; what the user caused ends it with one line and the right exit code.
+
+    Anything else is a fault of ours and keeps its traceback.
+    """
+    with _noted_interrupts() as interrupted:
+        try:
+            yield
+        except typer.Exit:
+            raise
+        except ConfigError as error:
+            fail(str(error), BAD_ARGUMENTS)
+        except QuestKVError as error:
+            fail(str(error))
+        except KeyboardInterrupt:
+            fail("interrupted", INTERRUPTED)
+        except BrokenPipeError:
+            # the reader has gone; without this Python complains once more when it flushes at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(FAILED) from None
+        except Exception as error:
+            if interrupted:  # a Ctrl-C inside somebody's import can come out as another error
+                fail("interrupted", INTERRUPTED)
+            if is_out_of_memory(error):
+                fail(_memory_line(error))
+            raise
+
+
+def fail(message: str, code: int = FAILED) -> None:
+    """Print one line and end the command.
+
+    Raises:
+        typer.Exit: Always.
+    """
+    line = " ".join(message.split())
+    sys.stdout.flush()
+    print(f"questkv: {line}" if code == INTERRUPTED else f"questkv: error: {line}", file=sys.stderr, flush=True)
+    raise typer.Exit(code) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: torch raises plain RuntimeErrors for it on the CPU."""
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _OUT_OF_MEMORY)
+
+
+def _memory_line(error: BaseException) -> str:
+    """The out-of-memory line, with torch's own first sentence where it says how much was wanted."""
+    detail = str(error).strip().splitlines()[0][:160] if str(error).strip() else "the system gave no memory"
+    return f"out of memory: {detail}; try a shorter document (--tail), --dtype bfloat16 or a smaller model"
+
+
+@contextlib.contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Note each Ctrl-C before it is raised as a KeyboardInterrupt.
+
+    A handler can be set in the main thread only; and a Ctrl-C that the shell told us to ignore stays ignored.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,53 @@
+"""From options to a session that has read its document: what `ask` and `chat` do first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from questkv.cli import options, output
+from questkv.config import QuestConfig
+
+if TYPE_CHECKING:
+    from questkv.cli.session import Session
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How to load a model and what to do with a document that doesn't fit it."""
+
+    model: str
+    config: QuestConfig
+    dtype: str
+    rope_factor: float
+    threads: int | None
+    seed: int
+    tail: bool
+    max_new_tokens: int
+
+    def load(self) -> Session:
+        """Import torch and transformers, quietly, and load the model."""
+        output.quiet_libraries()
+        with output.busy(f"Loading {self.model}"):
+            from questkv.cli import session
+
+            output.quiet_progress_bars()
+            loaded = session.Session.open(
+                self.model, self.config, dtype=self.dtype, rope_factor=self.rope_factor, threads=self.threads
+            )
+        session.seed(self.seed)
+        return loaded
+
+    def read(self, session: Session, document: str, text: str, question_tokens: int) -> None:
+        """Prefill the document, leaving room for a question of so many tokens and its answer.
+
+        Raises:
+            DocumentError: It doesn't fit the model's context, and cutting it was not asked for.
+        """
+        before, ids = session.prompter.document(text)
+        fitted = session.fit(len(before), ids, question_tokens, self.max_new_tokens, tail=self.tail)
+        if fitted.left_out:
+            output.note(f"--tail: the first {fitted.left_out:,} of the document's {len(ids):,} tokens were left out")
+        total = len(before) + len(fitted.ids)
+        with output.token_progress(f"Reading {options.document_label(document)}", total) as on_progress:
+            session.read(before + fitted.ids, on_progress)

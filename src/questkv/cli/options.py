@@ -1,0 +1,112 @@
+"""The options that several commands share, and what they mean as a `QuestConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from questkv.config import QuestConfig
+from questkv.errors import ConfigError
+from questkv.models import ALIASES, DEFAULT_MODEL, DTYPES
+
+_CACHE, _RUN = "The cache", "The run"
+DEFAULTS = QuestConfig()
+
+
+def parse_budget(text: str) -> int | float:
+    """Read ``1024`` as tokens and ``0.1`` as a share of the context."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter("expected tokens (1024) or a share of the context (0.1)") from None
+
+
+def parse_dtype(text: str) -> str:
+    """Accept only the dtypes that a model can be loaded in."""
+    if text not in DTYPES:
+        raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}")
+    return text
+
+
+Document = Annotated[str, typer.Argument(metavar="DOCUMENT", help="A UTF-8 text file, or - for standard input.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help=f"A Hugging Face hub id, a model folder, a .gguf file, or an alias: {', '.join(ALIASES)}."
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS|SHARE",
+        help=f"What one token may read of the context: tokens (1024), or a share in (0, 1] (0.1). "
+        f"[default: {DEFAULTS.token_budget}]",
+        rich_help_panel=_CACHE,
+        show_default=False,
+    ),
+]
+PageSize = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens a page.", rich_help_panel=_CACHE)]
+Dense = Annotated[bool, typer.Option("--dense", help="Read the whole cache for every token.", rich_help_panel=_CACHE)]
+Tail = Annotated[
+    bool,
+    typer.Option("--tail", help="Where the document is longer than the model's context, use the last part that fits."),
+]
+RopeFactor = Annotated[
+    float,
+    typer.Option(metavar="F", min=1.0, help="Stretch the model's context F times (YaRN); 1 leaves it as it is."),
+]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[
+    float, typer.Option(metavar="T", min=0.0, help="0 takes the likeliest token; above 0 the answer is sampled.")
+]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Start of the random numbers, for --temperature.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="CPU threads. [default: torch's choice]", rich_help_panel=_RUN, show_default=False
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(DTYPES),
+        callback=parse_dtype,
+        help="Type of weights and cache; auto is bfloat16 where the CPU multiplies it (AVX512-BF16, AMX) or on a "
+        "GPU, else float32.",
+        rich_help_panel=_RUN,
+    ),
+]
+
+MODEL = DEFAULT_MODEL
+PAGE_SIZE = DEFAULTS.page_size
+
+
+def quest_config(budget: str | None, page_size: int, dense: bool) -> QuestConfig:
+    """The config that a command's options ask for.
+
+    Raises:
+        ConfigError: A value is impossible; the message names the field.
+        typer.BadParameter: Options contradict one another.
+    """
+    if dense and budget is not None:
+        raise typer.BadParameter("--dense reads everything: give it or --budget, not both")
+    wanted: int | float = 1.0 if dense else DEFAULTS.token_budget
+    if budget is not None:
+        wanted = parse_budget(budget)
+    try:
+        return QuestConfig(token_budget=wanted, page_size=page_size)
+    except ConfigError as error:
+        # the user wrote an option, not a field
+        text = str(error).replace("[QuestConfig] token_budget", "--budget")
+        raise ConfigError(text.replace("[QuestConfig] page_size", "--page-size")) from None
+
+
+def document_label(document: str) -> str:
+    """What a document is called on the screen."""
+    return "standard input" if document == "-" else Path(document).name

@@ -1,0 +1,101 @@
+"""`attach`: use questkv in code that can't be given a cache (pipelines, other people's loops)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from questkv.config import QuestConfig
+from questkv.hf.attention import NAME
+from questkv.hf.cache import QuestCache
+
+
+class Attachment:
+    """What `attach` yields.
+
+    Attributes:
+        config: The method's configuration.
+        cache: The cache of the latest call, for its `report()`; None before the first.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: QuestConfig) -> None:
+        self.config = config
+        self.cache: QuestCache | None = None
+        self._model_config = model.config
+
+    def new_cache(self) -> QuestCache:
+        """A fresh cache for one call."""
+        self.cache = QuestCache(self._model_config, self.config)
+        return self.cache
+
+
+@contextmanager
+def attach(model: PreTrainedModel, config: QuestConfig | None = None) -> Iterator[Attachment]:
+    """Make a model decode with questkv inside the block, and leave it as it was after.
+
+    Inside, the model's attention implementation is ``questkv``, and `generate` and `forward` calls that bring no cache
+    get a fresh `QuestCache`. A call that brings its own must bring a `QuestCache`.
+
+    Args:
+        model: A causal language model.
+        config: The method's configuration; the default one if None.
+
+    Yields:
+        The `Attachment`, whose `cache.report()` tells what the latest call read.
+
+    Example:
+        >>> with attach(model, QuestConfig(token_budget=0.2)) as attached:
+        ...     text = pipeline("text-generation", model=model, tokenizer=tokenizer)(prompt)
+        ...     print(attached.cache.report())
+    """
+    attachment = Attachment(model, config if config is not None else QuestConfig())
+    names = ("cache", "past_key_values")
+    cache_name = names[0] if names[0] in inspect.signature(model.forward).parameters else names[1]
+    generate = model.generate
+
+    def generate_with_cache(*args: Any, **kwargs: Any) -> Any:
+        if not any(kwargs.get(name) is not None for name in names) and kwargs.get("use_cache", True):
+            kwargs[cache_name] = attachment.new_cache()
+        return generate(*args, **kwargs)
+
+    def give_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(kwargs.get(name) is not None for name in names):
+            kwargs = {**kwargs, cache_name: attachment.new_cache()}
+        return args, kwargs
+
+    own_generate = model.__dict__.get("generate")
+    with _attention_set_to(model, NAME):
+        hook = model.register_forward_pre_hook(give_cache, with_kwargs=True)
+        model.generate = generate_with_cache
+        try:
+            yield attachment
+        finally:
+            hook.remove()
+            del model.generate
+            if own_generate is not None:
+                model.generate = own_generate
+
+
+@contextmanager
+def _attention_set_to(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Set the attention implementation of the text model, and put every submodel's own back afterwards."""
+    before = {
+        id(module.config): (module.config, module.config._attn_implementation_internal)
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+    }
+    text = model.config.get_text_config(decoder=True)
+    before.setdefault(id(text), (text, text._attn_implementation_internal))
+    # A vision or audio tower beside the text model keeps its own attention.
+    towers = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation({towers[0]: name} if towers else name)
+    try:
+        yield
+    finally:
+        for config, implementation in before.values():
+            config._attn_implementation_internal = implementation

@@ -1,0 +1,146 @@
+"""The attention function and mask function that transformers knows as ``questkv``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, flash_attention_mask, sdpa_mask
+
+from questkv.errors import CacheMismatchError, UnsupportedError
+from questkv.hf.layer import PagedKeys
+from questkv.hf.state import Softmax
+
+NAME = "questkv"
+_OWN_LAYER = "_questkv_own_layer"
+
+
+def register() -> None:
+    """Add ``questkv`` to transformers' registries of attention and mask functions; nothing that is there changes."""
+    AttentionInterface.register(NAME, questkv_attention)
+    AttentionMaskInterface.register(NAME, questkv_mask)
+
+
+def mark_own_layer(keys: torch.Tensor) -> None:
+    """Mark keys that a `QuestCache` took from one of transformers' own layers (a sliding window)."""
+    setattr(keys, _OWN_LAYER, True)
+
+
+def questkv_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Mask function: the 2-D padding mask (or None) for paged layers, SDPA's own mask for local ones."""
+    # transformers names the window's size for sliding and chunked layers only.
+    if kwargs.get("local_size") is not None:
+        mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
+        return mask
+    if kwargs.get("mask_function", causal_mask_function) is not causal_mask_function:
+        raise UnsupportedError(
+            "[questkv] mask: expected plain causal attention, got a custom, packed or bidirectional pattern; use "
+            "another attention implementation for this input"
+        )
+    padding: torch.Tensor | None = flash_attention_mask(*args, **kwargs)
+    return padding
+
+
+def questkv_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function: paged layers attend through their cache, local layers through SDPA.
+
+    Args:
+        module: The attention layer.
+        query: [B, Hq, n, D].
+        key: What the cache's `update` returned: a handle of a paged layer, or a local layer's keys.
+        value: Like `key`.
+        attention_mask: What `questkv_mask` returned.
+        scaling: Softmax scale, D ** -0.5 if None.
+        dropout: Must be 0.
+        softcap: Logit soft-capping (Gemma 2).
+        s_aux: [Hq] attention sinks (gpt-oss).
+        **kwargs: Refused where they would change the result.
+
+    Returns:
+        [B, n, Hq, D] and None for the weights.
+
+    Raises:
+        CacheMismatchError: The keys don't come from a `QuestCache`.
+        UnsupportedError: Training, dropout, attention weights, a bias, or a mask that isn't plain padding.
+    """
+    _refuse(module, dropout, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, PagedKeys):
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise UnsupportedError(
+                f"[questkv] attention_mask: expected a 2-D padding mask, got {attention_mask.ndim} dimensions; custom "
+                "masks are not supported"
+            )
+        return key.layer.attend(query, attention_mask, Softmax(scale, softcap, s_aux)), None
+    if not getattr(key, _OWN_LAYER, False):
+        raise CacheMismatchError(
+            "[questkv] cache: expected a QuestCache, got another cache or none; pass "
+            "cache=QuestCache(model.config, QuestConfig()) (older transformers: past_key_values=), or use "
+            "questkv.attach(model)"
+        )
+    if softcap is None and s_aux is None:
+        out: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scale, **kwargs
+        )
+        return out
+    return local_attention(query, key, value, attention_mask, Softmax(scale, softcap, s_aux)), None
+
+
+def local_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    softmax: Softmax,
+) -> torch.Tensor:
+    """Attention of a local layer with what SDPA lacks: soft-capped logits and sinks, in float32.
+
+    Args:
+        query: [B, Hq, n, D].
+        key: [B, Hkv, T, D].
+        value: [B, Hkv, T, D].
+        mask: [B, 1, n, T] bool, or None for plain causal attention.
+        softmax: Scale, soft cap and sinks.
+
+    Returns:
+        [B, n, Hq, D].
+    """
+    n, tokens = query.shape[2], key.shape[2]
+    grouped = query.float().unflatten(1, (key.shape[1], -1)) * softmax.scale  # [B, Hkv, G, n, D]
+    logits = grouped @ key.float().unsqueeze(2).transpose(-1, -2)
+    if softmax.softcap is not None:
+        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+    if mask is None:
+        mask = torch.ones(n, tokens, dtype=torch.bool, device=query.device).tril(tokens - n)[None, None]
+    logits = logits.masked_fill(~mask[:, :, None], -torch.inf)
+    if softmax.sinks is not None:
+        column = softmax.sinks.float().view(1, key.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, column], dim=-1)
+    # A padding query sees nothing; its row is NaN after the softmax and ignored by everyone, so make it zero.
+    weights = logits.softmax(dim=-1)[..., :tokens].nan_to_num(nan=0.0)
+    out: torch.Tensor = weights @ value.float().unsqueeze(2)
+    return out.flatten(1, 2).transpose(1, 2).to(query.dtype)
+
+
+def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    if module.training or dropout:
+        raise UnsupportedError("[questkv] training: expected a model in eval mode without dropout; call model.eval()")
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise UnsupportedError("[questkv] attention: expected causal attention, got a bidirectional or cross layer")
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("[questkv] output_attentions: expected False, got True; use 'eager' to see the weights")
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedError("[questkv] position_bias: expected None, got one; biased attention is not supported")

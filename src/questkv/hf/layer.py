@@ -1,0 +1,125 @@
+"""A paged layer, and the handle it hands to the attention function in place of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from questkv.errors import CacheMismatchError, UnsupportedError
+from questkv.hf.state import PagedState, Softmax
+
+
+class PagedKeys(torch.Tensor):
+    """Stands for a paged layer's keys and values on their way to the attention function.
+
+    It holds no data. Any other attention function that computes with it gets an error instead of a wrong answer.
+    """
+
+    layer: PagedLayer
+
+    @staticmethod
+    def of(layer: PagedLayer, keys: torch.Tensor) -> PagedKeys:
+        """A handle of the keys' dtype and device, with no tokens."""
+        empty = torch.empty((*keys.shape[:2], 0, keys.shape[3]), dtype=keys.dtype, device=keys.device)
+        handle = empty.as_subclass(PagedKeys)
+        handle.layer = layer
+        return handle
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what the shape is; refuse to compute."""
+        # Reading shape, dtype or device is harmless, and some models do between cache and attention.
+        if getattr(func, "__name__", "") in ("__get__", "size", "dim", "__repr__", "__len__"):
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise CacheMismatchError(
+            "[questkv] attention: expected a QuestCache to be read by the 'questkv' attention function, got another; "
+            "call model.set_attn_implementation('questkv') or use questkv.attach(model)"
+        )
+
+
+class PagedLayer(CacheLayerMixin):
+    """A full-attention layer whose keys and values lie in pages.
+
+    `update` keeps the new keys and values until the attention function, which knows the padding, writes them. What
+    concerns all layers at once (crop, reorder, reset) is done by the cache, since they share a page table.
+
+    Args:
+        state: What the cache's paged layers share.
+        index: The model's layer.
+    """
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, state: PagedState, index: int) -> None:
+        super().__init__()
+        self.state = state
+        self.index = index
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: storage is made when tokens are written."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep [B, Hkv, n, D] keys and values for the attention function and return a handle in their place."""
+        self._new = (key_states, value_states)
+        handle = PagedKeys.of(self, key_states)
+        return handle, handle
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        softmax: Softmax,
+    ) -> torch.Tensor:
+        """Write what `update` kept and attend [B, Hq, n, D] queries; returns [B, n, Hq, D]."""
+        new, self._new = self._new, None
+        return self.state.attend(self.index, query, new, mask, softmax)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns (padding included) that a forward of `query_length` new ones sees, and the first one's number."""
+        return self.state.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns of all complete forwards, padding included."""
+        return self.state.columns
+
+    def get_max_length(self) -> int:
+        """-1: no maximum that is known in columns."""
+        return -1
+
+    def offload(self) -> None:
+        """Not supported: pages don't move."""
+        raise UnsupportedError("[QuestCache] offloading: expected pages to stay where they are; not supported yet")
+
+    def prefetch(self) -> None:
+        """Not supported: pages don't move."""
+        self.offload()
+
+    def reset(self) -> None:
+        """Done by the cache for all layers at once."""
+        self._whole_cache("reset()")
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Done by the cache for all layers at once."""
+        self._whole_cache("reorder_cache(beam_idx)")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Done by the cache for all layers at once."""
+        self._whole_cache("crop(n)")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Done by the cache for all layers at once."""
+        self._whole_cache("batch_repeat_interleave(n)")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Done by the cache for all layers at once."""
+        self._whole_cache("batch_select_indices(indices)")
+
+    def _whole_cache(self, call: str) -> None:
+        raise UnsupportedError(f"[QuestCache] layer {self.index}: expected the call on the cache: cache.{call}")

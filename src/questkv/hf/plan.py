@@ -1,0 +1,127 @@
+"""What one forward adds to every sequence and how each new token is attended: worked out once, used by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from questkv.config import QuestConfig
+from questkv.pages import Step
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The new columns of a padded batch.
+
+    Attributes:
+        batch: B.
+        width: Columns, padding included.
+        real: [B, width] bool, False where a column is padding; None if none is.
+    """
+
+    batch: int
+    width: int
+    real: torch.Tensor | None
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Real new tokens of every sequence."""
+        if self.real is None:
+            return [self.width] * self.batch
+        counts: list[int] = self.real.sum(dim=1).tolist()
+        return counts
+
+    def pack(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, H, width, D] -> [T, H, D], the real tokens, sequence after sequence."""
+        tokens: torch.Tensor = states.transpose(1, 2)
+        packed: torch.Tensor = tokens.flatten(0, 1) if self.real is None else tokens[self.real]
+        return packed
+
+    def unpack(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, H, D] -> [B, width, H, D], zeros for padding."""
+        if self.real is None:
+            return tokens.unflatten(0, (self.batch, self.width))
+        out: torch.Tensor = tokens.new_zeros((self.batch, self.width, *tokens.shape[1:]))
+        out[self.real] = tokens
+        return out
+
+
+@dataclass(frozen=True)
+class Run:
+    """New tokens of one sequence that are attended as one dense block.
+
+    Attributes:
+        sequence: Row of the page table.
+        tokens: Their places among the T new tokens.
+        length: Tokens of the sequence, these included.
+        num_pages: Pages of the sequence.
+    """
+
+    sequence: int
+    tokens: slice
+    length: int
+    num_pages: int
+
+
+class Plan:
+    """How every new token of a step is attended.
+
+    A run of more than `sparse_prefill` new tokens, or one at the start of a sequence, is dense prefill; every other
+    token is a row of its own that selects for itself. The choice looks at one sequence at a time, so it doesn't
+    depend on the batch.
+    """
+
+    def __init__(self, step: Step, config: QuestConfig) -> None:
+        self.step = step
+        self.config = config
+        self.runs: list[Run] = []
+        rows: list[int] = []
+        start = 0
+        for sequence, (count, length) in enumerate(zip(step.counts, step.lengths, strict=True)):
+            past = length - count
+            if count > 1 and (not past or count > config.sparse_prefill):
+                pages = -(-length // config.page_size)
+                self.runs.append(Run(sequence, slice(start, start + count), length, pages))
+            else:
+                rows.extend(range(start, start + count))
+            start += count
+        self.rows = torch.tensor(rows, dtype=torch.int64, device=step.slots.device)
+        self.every_token_is_a_row = len(rows) == start
+        self._row_lengths = [step.row_lengths[row] for row in rows] if self.runs else step.row_lengths
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:
+        """[R, P] page table of the rows."""
+        table = self.step.rows[0]
+        return table if self.every_token_is_a_row else table[self.rows]
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """[R] tokens visible to the rows."""
+        lengths = self.step.rows[1]
+        return lengths if self.every_token_is_a_row else lengths[self.rows]
+
+    @cached_property
+    def num_selected(self) -> torch.Tensor:
+        """[R] K of the rows in a sparse layer."""
+        counts = [
+            self._sealed(length) if self.config.is_dense_at(length) else self.config.pages_at(length)
+            for length in self._row_lengths
+        ]
+        return torch.tensor(counts, dtype=torch.int64, device=self.rows.device)
+
+    @cached_property
+    def all_pages(self) -> torch.Tensor:
+        """[R] sealed pages of the rows: K in a dense layer."""
+        counts = [self._sealed(length) for length in self._row_lengths]
+        return torch.tensor(counts, dtype=torch.int64, device=self.rows.device)
+
+    @cached_property
+    def pages_held(self) -> int:
+        """Pages that the rows' sequences hold, open pages included, per KV head."""
+        return sum(self._sealed(length) + 1 for length in self._row_lengths)
+
+    def _sealed(self, length: int) -> int:
+        return (length - 1) // self.config.page_size

@@ -1,0 +1,60 @@
+"""Feeding a long prompt to a model in chunks, so that memory stays bounded and progress can be shown."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+CHUNK_TOKENS = 512
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which this version of transformers takes a cache: ``cache``, before 5.2x ``past_key_values``."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def chunks(length: int, *, chunk_tokens: int = CHUNK_TOKENS, longer_than: int = 0) -> Iterator[tuple[int, int]]:
+    """Split `length` tokens into runs (first token, one past the last) of `chunk_tokens`.
+
+    A rest of `longer_than` tokens or fewer joins the run before it: alone it would count as a short run of new tokens
+    and be decoded sparsely, where it is part of a prompt that is to be prefilled densely.
+    """
+    start = 0
+    while start < length:
+        end = min(start + chunk_tokens, length)
+        if length - end <= longer_than:
+            end = length
+        yield start, end
+        start = end
+
+
+def prefill(
+    model: Any,
+    cache: Any,
+    input_ids: torch.Tensor,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    sparse_prefill: int = 0,
+    on_progress: Callable[[int], None] | None = None,
+) -> None:
+    """Run tokens through a model for what they leave in its cache.
+
+    Args:
+        model: A causal language model of transformers.
+        cache: Its cache; what it holds already comes before `input_ids`.
+        input_ids: [B, tokens] int64, the new tokens, without padding.
+        chunk_tokens: Tokens a run. Larger runs are faster and hold more activations at once.
+        sparse_prefill: The cache's `QuestConfig.sparse_prefill`; no chunk of a longer prompt is as short as that.
+        on_progress: Called after each run with the tokens done so far.
+    """
+    name = cache_argument(model)
+    # one row of logits is made instead of [chunk, vocabulary], where the model can be told so
+    few_logits = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    for start, end in chunks(input_ids.shape[1], chunk_tokens=chunk_tokens, longer_than=sparse_prefill):
+        with torch.no_grad():
+            model(input_ids=input_ids[:, start:end], use_cache=True, **{name: cache}, **few_logits)
+        if on_progress is not None:
+            on_progress(end)

@@ -1,0 +1,301 @@
+"""The paged part of a `QuestCache`: what its layers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from questkv import kernels
+from questkv.config import QuestConfig
+from questkv.errors import CacheMismatchError, UnsupportedError
+from questkv.hf.plan import Columns, Plan
+from questkv.pages import PageGeometry, PagePool, SequenceBatch
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How logits become weights: the softmax scale, and `softcap` and `sinks` as in `kernels.attend`."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass
+class Group:
+    """Layers of equal geometry: one pool, one page table.
+
+    Attributes:
+        pool: Their pages.
+        batch: Their sequences.
+        layers: The pool's layer of every model layer.
+        plan: How the tokens of the running forward are attended.
+    """
+
+    pool: PagePool
+    batch: SequenceBatch
+    layers: dict[int, int] = field(default_factory=dict)
+    plan: Plan | None = None
+
+
+class PagedState:
+    """Sequences of all paged layers, and the forward that is under way.
+
+    A forward begins with the first paged layer and is complete when every paged layer has attended. One that was
+    interrupted in between is undone when the next begins; until then it doesn't count in `columns`.
+
+    Args:
+        config: The method's configuration.
+        paged_layers: The model's layers that are paged, ascending.
+        max_tokens: Most tokens that the pages may hold, over all sequences.
+    """
+
+    def __init__(self, config: QuestConfig, paged_layers: list[int], max_tokens: int | None) -> None:
+        self.config = config
+        self.paged_layers = paged_layers
+        self.max_tokens = max_tokens
+        self.columns = 0
+        # [B, columns] False where a column is padding, kept only once there is any.
+        self.real: torch.Tensor | None = None
+        self.groups: dict[PageGeometry, Group] = {}
+        self._forward: Columns | None = None
+        self._attended: set[int] = set()
+        self._pages_read: dict[int, torch.Tensor] = {}
+        self._pages_held: dict[int, int] = {}
+
+    @property
+    def batch_size(self) -> int | None:
+        """B, or None before the first token."""
+        return next((len(group.batch) for group in self.groups.values()), None)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
+        mask: torch.Tensor | None,
+        softmax: Softmax,
+    ) -> torch.Tensor:
+        """Write a layer's new keys and values and attend its new queries.
+
+        Args:
+            layer: The model's layer.
+            query: [B, Hq, width, D].
+            new: Keys and values [B, Hkv, width, D]; None if another layer that shares them has written them already.
+            mask: [B, columns] bool 2-D padding mask over all columns, or None.
+            softmax: Scale, soft cap and sinks.
+
+        Returns:
+            [B, width, Hq, D].
+        """
+        if new is not None:
+            self._write(layer, *new, mask)
+        group = next((group for group in self.groups.values() if layer in group.layers), None)
+        if group is None or group.plan is None or self._forward is None:
+            raise CacheMismatchError(
+                f"[questkv] layer {layer}: expected its keys and values in the cache, got none yet"
+            )
+        tokens = self._forward.pack(query)
+        out = self._attend(layer, group, group.plan, tokens, softmax)
+        if layer not in self._attended:
+            self._attended.add(layer)
+            if len(self._attended) == len(self.paged_layers):
+                self._commit()
+        return self._forward.unpack(out)
+
+    def settle(self) -> None:
+        """Undo a forward that didn't reach the last paged layer."""
+        if self._forward is not None and len(self._attended) < len(self.paged_layers):
+            for group in self.groups.values():
+                group.batch.undo()
+        self._forward = None
+        self._attended.clear()
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens` columns of every sequence."""
+        self.settle()
+        if not 0 <= tokens <= self.columns:
+            raise ValueError(f"[crop] tokens: expected 0 to {self.columns}, got {tokens}")
+        kept = self.columns - tokens
+        for group in self.groups.values():
+            group.batch.crop(
+                [tokens] * len(group.batch) if self.real is None else self.real[:, kept:].sum(dim=1).tolist()
+            )
+        self.columns = kept
+        self.real = None if self.real is None else self.real[:, :kept]
+
+    def reorder(self, indices: torch.Tensor) -> None:
+        """Sequence i becomes what sequence indices[i] was."""
+        self.settle()
+        for group in self.groups.values():
+            group.batch.reorder(indices.tolist())
+        self.real = None if self.real is None else self.real[indices.to(self.real.device)]
+
+    def reset(self) -> None:
+        """Forget every token and every count."""
+        self.settle()
+        for group in self.groups.values():
+            group.batch.free()
+        self.groups.clear()
+        self.columns, self.real = 0, None
+        self._pages_read.clear()
+        self._pages_held.clear()
+
+    def fork(self) -> PagedState:
+        """The same tokens in a second state, sharing every page; its counts start at zero."""
+        self.settle()
+        other = PagedState(self.config, self.paged_layers, self.max_tokens)
+        other.columns, other.real = self.columns, self.real
+        for geometry, group in self.groups.items():
+            other.groups[geometry] = Group(group.pool, group.batch.fork(), dict(group.layers))
+        return other
+
+    def pages(self, layer: int) -> tuple[int, int]:
+        """Pages read and held in a layer's decode steps, summed over KV heads."""
+        read = self._pages_read.get(layer)
+        return 0 if read is None else int(read), self._pages_held.get(layer, 0)
+
+    def _write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
+        if layer == self.paged_layers[0]:
+            self._begin(keys, mask)
+        if self._forward is None or (keys.shape[0], keys.shape[2]) != (self._forward.batch, self._forward.width):
+            raise CacheMismatchError(
+                f"[questkv] layer {layer}: expected the tokens that layer {self.paged_layers[0]} got in this forward"
+            )
+        if keys.shape[-1] != values.shape[-1]:
+            raise UnsupportedError(
+                f"[questkv] values: expected the keys' head dim {keys.shape[-1]}, got {values.shape[-1]}; models whose "
+                "keys and values differ in width are not supported"
+            )
+        group = self._group(layer, keys)
+        pool_layer = group.layers[layer]
+        packed = self._forward.pack(keys), self._forward.pack(values)
+        group.batch.write(pool_layer, *packed, backend=self.config.backend)
+
+    def _begin(self, keys: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Start a forward: find the real tokens among its columns and make room for them in every group."""
+        self.settle()
+        batch, width = keys.shape[0], keys.shape[2]
+        if self.batch_size not in (None, batch):
+            raise CacheMismatchError(
+                f"[questkv] batch: expected {self.batch_size} sequences as in the cache, got {batch}; use a new cache, "
+                "cache.reset(), or cache.batch_repeat_interleave(n)"
+            )
+        forward = Columns(batch, width, self._new_columns(width, mask))
+        reserved: list[Group] = []
+        try:
+            for group in self.groups.values():
+                group.plan = Plan(group.batch.reserve(forward.counts), self.config)
+                reserved.append(group)
+        except BaseException:
+            for group in reserved:
+                group.batch.undo()
+            raise
+        self._forward = forward
+
+    def _new_columns(self, width: int, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """[B, width] bool of the new columns, None if all are real."""
+        if mask is None:
+            return None
+        if mask.shape[1] != self.columns + width:
+            raise CacheMismatchError(
+                f"[questkv] attention_mask: expected {self.columns + width} columns (cached and new tokens), "
+                f"got {mask.shape[1]}"
+            )
+        past, new = mask[:, : self.columns], mask[:, self.columns :]
+        known = torch.ones_like(past) if self.real is None else self.real
+        if not torch.equal(past, known):
+            raise UnsupportedError(
+                "[questkv] attention_mask: expected the cached tokens' mask unchanged, got another; masking a token "
+                "after it was cached is not supported"
+            )
+        return None if bool(new.all()) else new
+
+    def _commit(self) -> None:
+        assert self._forward is not None
+        width, new = self._forward.width, self._forward.real
+        if self.real is not None or new is not None:
+            batch, device = self._forward.batch, next(iter(self.groups)).device
+            past = (
+                self.real if self.real is not None else torch.ones(batch, self.columns, dtype=torch.bool, device=device)
+            )
+            added = new if new is not None else torch.ones(batch, width, dtype=torch.bool, device=device)
+            self.real = torch.cat([past, added], dim=1)
+        self.columns += width
+
+    def _group(self, layer: int, keys: torch.Tensor) -> Group:
+        """The layer's group, made when its first layer arrives."""
+        geometry = PageGeometry(
+            kv_heads=keys.shape[1],
+            head_dim=keys.shape[3],
+            page_size=self.config.page_size,
+            dtype=keys.dtype,
+            device=keys.device,
+            box_dtype=self.config.box_dtype,
+        )
+        group = self.groups.get(geometry)
+        if group is None or layer not in group.layers:
+            if any(layer in other.layers for other in self.groups.values()):
+                raise CacheMismatchError(
+                    f"[questkv] layer {layer}: expected the heads, dtype and device that the cache holds, got "
+                    f"{geometry}; use a new cache"
+                )
+            assert self._forward is not None
+            if group is None:
+                pool = PagePool(geometry, max_tokens=self.max_tokens)
+                group = Group(pool, SequenceBatch(pool, self._forward.batch))
+                group.plan = Plan(group.batch.reserve(self._forward.counts), self.config)
+                self.groups[geometry] = group
+            group.layers[layer] = group.pool.add_layer()
+        return group
+
+    def _attend(
+        self,
+        layer: int,
+        group: Group,
+        plan: Plan,
+        query: torch.Tensor,
+        softmax: Softmax,
+    ) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows."""
+        pages = group.pool.layer(group.layers[layer])
+        out = torch.empty_like(query)
+        for run in plan.runs:
+            table = plan.step.page_table[run.sequence, : run.num_pages]
+            out[run.tokens] = kernels.prefill(
+                query[run.tokens],
+                pages,
+                table,
+                run.length,
+                scale=softmax.scale,
+                softcap=softmax.softcap,
+                sinks=softmax.sinks,
+                backend=self.config.backend,
+            )
+        if not len(plan.rows):
+            return out
+        dense = self.config.is_dense_layer(layer)
+        pages_read = torch.empty_like(plan.lengths)
+        rows = kernels.decode(
+            query if plan.every_token_is_a_row else query[plan.rows],
+            pages,
+            plan.page_table,
+            plan.lengths,
+            plan.all_pages if dense else plan.num_selected,
+            scale=softmax.scale,
+            optimism=self.config.optimism,
+            group=self.config.group,
+            sink_pages=self.config.sink_pages,
+            recent_pages=self.config.recent_pages,
+            softcap=softmax.softcap,
+            sinks=softmax.sinks,
+            pages_read=pages_read,
+            backend=self.config.backend,
+        )
+        self._pages_read[layer] = self._pages_read.get(layer, 0) + pages_read.sum()
+        self._pages_held[layer] = self._pages_held.get(layer, 0) + plan.pages_held * pages.num_kv_heads
+        if plan.every_token_is_a_row:
+            return rows
+        out[plan.rows] = rows
+        return out

@@ -1,0 +1,28 @@
+"""The operators, for people who write engines: each documents, validates and dispatches to a backend.
+
+Tensors and letters are defined in docs/layout.md, the maths in docs/method.md.
+"""
+
+from questkv.kernels.append import append
+from questkv.kernels.attend import attend
+from questkv.kernels.decode import decode
+from questkv.kernels.dense import dense, prefill
+from questkv.kernels.dispatch import available_backends
+from questkv.kernels.estimate import estimate
+from questkv.kernels.seal import seal
+from questkv.kernels.select import select
+from questkv.kernels.types import Pages, PageSegment
+
+__all__ = [
+    "PageSegment",
+    "Pages",
+    "append",
+    "attend",
+    "available_backends",
+    "decode",
+    "dense",
+    "estimate",
+    "prefill",
+    "seal",
+    "select",
+]

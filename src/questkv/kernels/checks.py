@@ -1,0 +1,97 @@
+"""Validation shared by the operators: the same error for the same mistake, whatever the backend."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from questkv.kernels.types import Pages
+
+GROUP_RULES = ("mean", "softmax_mean", "per_head")
+
+
+def check_rows(op: str, q: torch.Tensor, pages: Pages, page_table: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Check the arguments that every operator over rows takes (shapes in docs/layout.md)."""
+    check_query(op, q, pages)
+    rows = q.shape[0]
+    if page_table.ndim != 2 or page_table.shape[0] != rows:
+        raise ValueError(f"[{op}] page_table: expected [R={rows}, P], got {list(page_table.shape)}")
+    check_index(op, "page_table", page_table, pages)
+    check_page_ids(op, "page_table", page_table, pages, lowest=-1)
+    check_per_row(op, "lengths", lengths, rows, pages)
+    check_lengths(op, lengths, page_table.shape[1], pages)
+
+
+def check_query(op: str, q: torch.Tensor, pages: Pages) -> None:
+    """Q is [R, Hq, D] of the pages' dtype and device, Hq a multiple of Hkv."""
+    if q.ndim != 3 or q.shape[2] != pages.head_dim or q.shape[1] == 0 or q.shape[1] % pages.num_kv_heads:
+        raise ValueError(
+            f"[{op}] q: expected [R, Hq, D={pages.head_dim}] with Hq a multiple of Hkv={pages.num_kv_heads}, "
+            f"got {list(q.shape)}"
+        )
+    if q.dtype != pages.dtype:
+        raise TypeError(f"[{op}] q: expected {pages.dtype} like the keys, got {q.dtype}")
+    if q.device != pages.device:
+        raise ValueError(f"[{op}] q: expected device {pages.device}, got {q.device}")
+
+
+def check_index(op: str, name: str, index: torch.Tensor, pages: Pages) -> None:
+    """Indices are int64 on the pages' device."""
+    if index.dtype != torch.int64:
+        raise TypeError(f"[{op}] {name}: expected int64, got {index.dtype}")
+    if index.device != pages.device:
+        raise ValueError(f"[{op}] {name}: expected device {pages.device}, got {index.device}")
+
+
+def check_page_ids(op: str, name: str, ids: torch.Tensor, pages: Pages, lowest: int = 0) -> None:
+    """Physical page ids lie in the pool; `lowest` = -1 lets padding pass."""
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < lowest or high >= pages.num_pages:
+        raise ValueError(
+            f"[{op}] {name}: expected physical pages 0 to {pages.num_pages - 1}, got {low if low < lowest else high}"
+        )
+
+
+def check_per_row(op: str, name: str, value: torch.Tensor, rows: int, pages: Pages) -> None:
+    """One int64 per row."""
+    if list(value.shape) != [rows]:
+        raise ValueError(f"[{op}] {name}: expected [R={rows}], got {list(value.shape)}")
+    check_index(op, name, value, pages)
+
+
+def check_lengths(op: str, lengths: torch.Tensor, table_pages: int, pages: Pages) -> None:
+    """Every row sees at least its own token, and no more than its page table holds."""
+    # Reading values back would stop the host on a GPU; there the caller vouches for them.
+    if lengths.device.type != "cpu" or not lengths.numel():
+        return
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < 1 or high > table_pages * pages.page_size:
+        raise ValueError(
+            f"[{op}] lengths: expected 1 to {table_pages * pages.page_size} tokens (page_table has {table_pages} "
+            f"pages of {pages.page_size}), got {low if low < 1 else high}"
+        )
+
+
+def check_scale(op: str, scale: float) -> None:
+    """The softmax scale is a positive finite number."""
+    if not (isinstance(scale, float | int) and math.isfinite(scale) and scale > 0):
+        raise ValueError(f"[{op}] scale: expected a positive finite number, got {scale!r}")
+
+
+def check_scoring(op: str, optimism: float, group: str) -> None:
+    """The two choices of how a score is read off a box."""
+    if not (math.isfinite(optimism) and optimism >= 0):
+        raise ValueError(f"[{op}] optimism: expected a finite number >= 0, got {optimism!r}")
+    if group not in GROUP_RULES:
+        raise ValueError(f"[{op}] group: expected one of {list(GROUP_RULES)}, got {group!r}")
+
+
+def check_softmax(op: str, softcap: float | None, sinks: torch.Tensor | None, heads: int) -> None:
+    """The two optional changes to the softmax."""
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"[{op}] softcap: expected None or a positive finite number, got {softcap!r}")
+    if sinks is not None and list(sinks.shape) != [heads]:
+        raise ValueError(f"[{op}] sinks: expected None or [Hq={heads}], got {list(sinks.shape)}")

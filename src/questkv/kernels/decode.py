@@ -1,0 +1,90 @@
+"""decode: estimate, select and attend in one call."""
+
+from __future__ import annotations
+
+import torch
+
+from questkv.kernels import checks, dispatch
+from questkv.kernels.types import Pages
+
+
+def decode(
+    q: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    num_selected: torch.Tensor,
+    *,
+    scale: float,
+    optimism: float = 1.0,
+    group: str = "mean",
+    sink_pages: int = 1,
+    recent_pages: int = 4,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    pages_read: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """One decode step of every row: estimate, select, attend (paper, Algorithm 1 and figure 5).
+
+    A row whose `num_selected` covers its sealed pages takes the dense path and gives bit for bit what `dense` gives.
+
+    Args:
+        q: [R, Hq, D] queries, the keys' dtype; their own keys and values are in the pages already.
+        pages: The layer's pages.
+        page_table: [R, P] int64 physical page of every logical page, -1 past the row's pages.
+        lengths: [R] int64 tokens visible to the row, its own included.
+        num_selected: [R] int64 sealed pages that the row may read (K, see `QuestConfig.pages_at`).
+        scale: Softmax scale.
+        optimism: As in `estimate`.
+        group: As in `estimate`.
+        sink_pages: As in `select`.
+        recent_pages: As in `select`.
+        softcap: As in `attend`.
+        sinks: As in `attend`.
+        pages_read: [R] int64, overwritten with the pages that the row read, the open page included, summed over the
+            KV heads (a page that several heads of a group read counts once).
+        backend: ``auto`` or a backend's name.
+
+    Returns:
+        [R, Hq, D] q's dtype.
+
+    Raises:
+        ValueError: A shape, a device or a value is wrong.
+        TypeError: A dtype is wrong.
+    """
+    checks.check_rows("decode", q, pages, page_table, lengths)
+    checks.check_per_row("decode", "num_selected", num_selected, q.shape[0], pages)
+    checks.check_scale("decode", scale)
+    checks.check_scoring("decode", optimism, group)
+    checks.check_softmax("decode", softcap, sinks, q.shape[1])
+    if pages_read is not None:
+        checks.check_per_row("decode", "pages_read", pages_read, q.shape[0], pages)
+    _check_budget(num_selected, lengths, pages.page_size, sink_pages + recent_pages)
+    out: torch.Tensor = dispatch.resolve(backend).decode(
+        q,
+        pages,
+        page_table,
+        lengths,
+        num_selected,
+        scale,
+        optimism,
+        group,
+        sink_pages,
+        recent_pages,
+        softcap,
+        sinks,
+        pages_read,
+    )
+    return out
+
+
+def _check_budget(num_selected: torch.Tensor, lengths: torch.Tensor, page_size: int, forced: int) -> None:
+    # Reading values back would stop the host on a GPU; there the caller vouches for them.
+    if num_selected.device.type != "cpu" or not num_selected.numel():
+        return
+    sealed = torch.div(lengths - 1, page_size, rounding_mode="floor")
+    if bool((num_selected < sealed.clamp(max=forced)).any()):
+        raise ValueError(
+            f"[decode] num_selected: expected at least the {forced} sink and recent pages, got {num_selected.tolist()}"
+        )

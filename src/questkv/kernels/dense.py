@@ -1,0 +1,75 @@
+"""dense, prefill: exact attention over everything a row may see."""
+
+from __future__ import annotations
+
+import torch
+
+from questkv.kernels import checks, dispatch
+from questkv.kernels.types import Pages
+
+
+def dense(
+    q: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Softmax attention of every row over all its tokens; arguments, result and errors as in `attend`."""
+    checks.check_rows("dense", q, pages, page_table, lengths)
+    checks.check_scale("dense", scale)
+    checks.check_softmax("dense", softcap, sinks, q.shape[1])
+    out: torch.Tensor = dispatch.resolve(backend).dense(q, pages, page_table, lengths, scale, softcap, sinks)
+    return out
+
+
+def prefill(
+    q: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    length: int,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Causal softmax attention of the last n tokens of one sequence over all that each of them may see.
+
+    The same result as `dense` with a row for every token, computed as one block.
+
+    Args:
+        q: [n, Hq, D] queries of tokens length - n to length - 1.
+        pages: The layer's pages, the n tokens' keys and values already in them.
+        page_table: [P] int64 physical page of every logical page of the sequence.
+        length: Tokens of the sequence, the n new ones included.
+        scale: Softmax scale.
+        softcap: As in `attend`.
+        sinks: As in `attend`.
+        backend: ``auto`` or a backend's name.
+
+    Returns:
+        [n, Hq, D] q's dtype.
+
+    Raises:
+        ValueError: A shape, a device or a value is wrong.
+        TypeError: A dtype is wrong.
+    """
+    checks.check_query("prefill", q, pages)
+    if page_table.ndim != 1:
+        raise ValueError(f"[prefill] page_table: expected [P], got {list(page_table.shape)}")
+    checks.check_index("prefill", "page_table", page_table, pages)
+    checks.check_page_ids("prefill", "page_table", page_table, pages)
+    if not q.shape[0] <= length <= page_table.shape[0] * pages.page_size:
+        raise ValueError(
+            f"[prefill] length: expected {q.shape[0]} (tokens in q) to {page_table.shape[0] * pages.page_size} "
+            f"(tokens in page_table), got {length}"
+        )
+    checks.check_scale("prefill", scale)
+    checks.check_softmax("prefill", softcap, sinks, q.shape[1])
+    out: torch.Tensor = dispatch.resolve(backend).prefill(q, pages, page_table, length, scale, softcap, sinks)
+    return out

@@ -1,0 +1,50 @@
+"""decode: estimate, select and attend, row by row."""
+
+from __future__ import annotations
+
+import torch
+
+from questkv.kernels.reference.attention import attend, dense
+from questkv.kernels.reference.boxes import estimate
+from questkv.kernels.reference.select import select
+from questkv.kernels.types import Pages
+
+
+def decode(
+    q: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    num_selected: torch.Tensor,
+    scale: float,
+    optimism: float,
+    group: str,
+    sink_pages: int,
+    recent_pages: int,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    pages_read: torch.Tensor | None,
+) -> torch.Tensor:
+    """A row whose K covers its sealed pages is dense; the others read what they select."""
+    out = torch.empty_like(q)
+    sealed = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
+    for row in range(len(q)):
+        one = slice(row, row + 1)
+        query, table, length, count = q[one], page_table[one], lengths[one], sealed[one]
+        if bool(num_selected[one] >= count):
+            out[one] = dense(query, pages, table, length, scale, softcap, sinks)
+            read = count * pages.num_kv_heads
+        else:
+            scores = estimate(query, pages, table, length, scale, optimism, group)
+            selection = select(scores, count, num_selected[one], sink_pages, recent_pages)
+            out[one] = attend(query, pages, table, length, selection, scale, softcap, sinks)
+            read = _distinct(selection, pages.num_kv_heads)
+        if pages_read is not None:
+            pages_read[one] = read + pages.num_kv_heads
+    return out
+
+
+def _distinct(selection: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Pages of one row's selection [1, H, K], those that several heads of a group share counted once."""
+    per_group = selection.view(kv_heads, -1).sort(dim=-1).values
+    return kv_heads + (per_group[:, 1:] != per_group[:, :-1]).sum()

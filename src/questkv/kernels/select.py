@@ -1,0 +1,66 @@
+"""select: choose the pages to read."""
+
+from __future__ import annotations
+
+import torch
+
+from questkv.kernels import dispatch
+
+
+def select(
+    scores: torch.Tensor,
+    num_pages: torch.Tensor,
+    num_selected: torch.Tensor,
+    *,
+    sink_pages: int = 0,
+    recent_pages: int = 0,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Choose, per row and head, the pages of highest score, the first and the last ones always among them.
+
+    Ties go to the lower page; a NaN score counts as +inf, so nothing is hidden. What a row selects depends on its own
+    scores only (paper, section 3.3, "top-k critical KV cache pages").
+
+    Args:
+        scores: [R, H, P] float32 as `estimate` returns them.
+        num_pages: [R] int64 sealed pages of the row, at most P; scores behind them are not looked at.
+        num_selected: [R] int64, K of the row; a row with fewer pages selects all of them.
+        sink_pages: First pages that are always selected.
+        recent_pages: Last sealed pages that are always selected.
+        backend: ``auto`` or a backend's name.
+
+    Returns:
+        [R, H, K] int64 logical pages, ascending, K the most that a row selects; shorter rows end in -1.
+
+    Raises:
+        ValueError: A shape is wrong, or a row's `num_selected` can't hold its sink and recent pages.
+        TypeError: A dtype is wrong.
+    """
+    if scores.ndim != 3:
+        raise ValueError(f"[select] scores: expected [R, H, P], got {list(scores.shape)}")
+    if scores.dtype != torch.float32:
+        raise TypeError(f"[select] scores: expected float32, got {scores.dtype}")
+    for name, value in (("num_pages", num_pages), ("num_selected", num_selected)):
+        if list(value.shape) != [scores.shape[0]]:
+            raise ValueError(f"[select] {name}: expected [R={scores.shape[0]}], got {list(value.shape)}")
+        if value.dtype != torch.int64:
+            raise TypeError(f"[select] {name}: expected int64, got {value.dtype}")
+    if sink_pages < 0 or recent_pages < 0:
+        raise ValueError(f"[select] sink_pages, recent_pages: expected >= 0, got {sink_pages}, {recent_pages}")
+    _check_counts(scores, num_pages, num_selected, sink_pages + recent_pages)
+    selection: torch.Tensor = dispatch.resolve(backend).select(
+        scores, num_pages, num_selected, sink_pages, recent_pages
+    )
+    return selection
+
+
+def _check_counts(scores: torch.Tensor, num_pages: torch.Tensor, num_selected: torch.Tensor, forced: int) -> None:
+    # Reading values back would stop the host on a GPU; there the caller vouches for them.
+    if scores.device.type != "cpu" or not num_pages.numel():
+        return
+    if int(num_pages.min()) < 0 or int(num_pages.max()) > scores.shape[2]:
+        raise ValueError(f"[select] num_pages: expected 0 to P={scores.shape[2]}, got {num_pages.tolist()}")
+    if bool((num_selected < num_pages.clamp(max=forced)).any()):
+        raise ValueError(
+            f"[select] num_selected: expected at least the {forced} sink and recent pages, got {num_selected.tolist()}"
+        )

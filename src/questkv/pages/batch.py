@@ -1,0 +1,208 @@
+"""Sequences that are decoded together, and the step that adds tokens to all of them in every layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from questkv import kernels
+from questkv.pages.pool import PagePool
+from questkv.pages.sequence import Sequence
+
+
+@dataclass
+class Step:
+    """New tokens for every sequence, reserved once and then written layer by layer.
+
+    Attributes:
+        counts: New tokens of every sequence.
+        lengths: Tokens of every sequence, the new ones included.
+        slots: [T] int64, ``physical page * S + slot`` of the new tokens, sequence after sequence; T = sum(counts).
+        sealed: [m] int64 physical pages that the new tokens seal.
+        page_table: [B, P] int64 physical pages, -1 past a sequence's own.
+        written: Layers that hold the new tokens already.
+    """
+
+    counts: list[int]
+    lengths: list[int]
+    slots: torch.Tensor
+    sealed: torch.Tensor
+    page_table: torch.Tensor
+    written: set[int] = field(default_factory=set)
+
+    @cached_property
+    def row_lengths(self) -> list[int]:
+        """Tokens visible to every new token when each is a row of its own, sequence after sequence."""
+        return [
+            length - count + token + 1
+            for length, count in zip(self.lengths, self.counts, strict=True)
+            for token in range(count)
+        ]
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page table [T, P] and lengths [T] with a row for every new token, as the operators take them."""
+        device = self.page_table.device
+        counts = torch.tensor(self.counts, device=device)
+        return self.page_table.repeat_interleave(counts, dim=0), torch.tensor(self.row_lengths, device=device)
+
+
+class SequenceBatch:
+    """B sequences of one pool.
+
+    Tokens come in steps: `reserve` makes room in all sequences or in none, `write` puts one layer's keys and values
+    there. A step that not every layer has written when the next one is reserved (an interrupted forward) is undone.
+    Pages are given back when the batch is garbage collected.
+
+    Args:
+        pool: Where the pages come from.
+        size: B.
+    """
+
+    def __init__(self, pool: PagePool, size: int) -> None:
+        self.pool = pool
+        self.sequences = [Sequence(pool) for _ in range(size)]
+        self.step: Step | None = None
+        weakref.finalize(self, _free, self.sequences)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence."""
+        return [sequence.length for sequence in self.sequences]
+
+    def reserve(self, counts: Iterable[int]) -> Step:
+        """Make room for `counts` new tokens of every sequence, copying a shared page before it is written.
+
+        Raises:
+            PoolFullError: They don't fit; every sequence is as it was.
+            ValueError: Not one count >= 0 per sequence.
+        """
+        counts = list(counts)
+        if len(counts) != len(self.sequences) or any(count < 0 for count in counts):
+            raise ValueError(f"[reserve] counts: expected {len(self.sequences)} numbers >= 0, got {counts}")
+        self.settle()
+        self._make_room(counts)
+        self.step = self._describe(counts)
+        return self.step
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, backend: str = "auto") -> None:
+        """Write the reserved tokens of one layer and seal the pages that they seal.
+
+        Args:
+            layer: The pool's layer.
+            keys: [T, Hkv, D] the new tokens, sequence after sequence.
+            values: Like `keys`.
+            backend: ``auto`` or a backend's name.
+        """
+        assert self.step is not None, "reserve comes before write"
+        pages = self.pool.layer(layer)
+        kernels.append(pages, self.step.slots, keys, values, backend=backend)
+        if len(self.step.sealed):
+            kernels.seal(pages, self.step.sealed, backend=backend)
+        self.step.written.add(layer)
+
+    def settle(self) -> None:
+        """End the last step: undo it if not every layer has written it."""
+        if self.step is not None and len(self.step.written) < self.pool.num_layers:
+            self.undo()
+        self.step = None
+
+    def undo(self) -> None:
+        """Take the last step back, if it has not been settled."""
+        if self.step is not None:
+            for sequence, count in zip(self.sequences, self.step.counts, strict=True):
+                sequence.crop(count)
+            self.step = None
+
+    def crop(self, counts: Iterable[int]) -> None:
+        """Forget the last tokens of every sequence.
+
+        Raises:
+            ValueError: A sequence has fewer tokens; every sequence is as it was.
+        """
+        self.settle()
+        counts = list(counts)
+        if len(counts) != len(self) or any(
+            not 0 <= n <= length for n, length in zip(counts, self.lengths, strict=True)
+        ):
+            raise ValueError(f"[crop] counts: expected at most {self.lengths}, got {counts}")
+        for sequence, count in zip(self.sequences, counts, strict=True):
+            sequence.crop(count)
+
+    def reorder(self, indices: Iterable[int]) -> None:
+        """Sequence i becomes what sequence indices[i] was; the batch may grow or shrink (beam search).
+
+        Raises:
+            ValueError: An index is out of range; every sequence is as it was.
+        """
+        indices = list(indices)
+        if any(not 0 <= index < len(self.sequences) for index in indices):
+            raise ValueError(f"[reorder] indices: expected 0 to {len(self.sequences) - 1}, got {indices}")
+        self.settle()
+        chosen = [self.sequences[index].fork() for index in indices]
+        _free(self.sequences)
+        self.sequences[:] = chosen
+
+    def fork(self) -> SequenceBatch:
+        """A second batch with the same tokens, sharing every page."""
+        self.settle()
+        other = SequenceBatch(self.pool, 0)
+        other.sequences.extend(sequence.fork() for sequence in self.sequences)
+        return other
+
+    def free(self) -> None:
+        """Give every page back; the sequences are empty then."""
+        self.step = None
+        _free(self.sequences)
+
+    def _make_room(self, counts: list[int]) -> None:
+        page_size = self.pool.geometry.page_size
+        missing, copies = [], []
+        given_up: Counter[int] = Counter()
+        for sequence, count in zip(self.sequences, counts, strict=True):
+            missing.append(-(-(sequence.length + count) // page_size) - len(sequence.table))
+            shared = count > 0 and sequence.length % page_size > 0
+            if shared:
+                # Of several sequences that leave the same shared page, the last holder keeps it.
+                page = sequence.table[-1]
+                shared = self.pool.holders(page) - given_up[page] > 1
+                given_up[page] += shared
+            copies.append(shared)
+        pages = self.pool.allocate(sum(missing) + sum(copies))
+        for sequence, count, new, copy in zip(self.sequences, counts, missing, copies, strict=True):
+            if copy:
+                page = pages.pop(0)
+                self.pool.copy_page(sequence.table[-1], page)
+                self.pool.release([sequence.table[-1]])
+                sequence.table[-1] = page
+            sequence.table.extend(pages[:new])
+            del pages[:new]
+            sequence.length += count
+
+    def _describe(self, counts: list[int]) -> Step:
+        page_size, device = self.pool.geometry.page_size, self.pool.geometry.device
+        width = max((len(sequence.table) for sequence in self.sequences), default=0)
+        table = torch.tensor([sequence.table + [-1] * (width - len(sequence.table)) for sequence in self.sequences])
+        table = table.view(len(self.sequences), width).long()
+        slots, sealed = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+        for row, (sequence, count) in enumerate(zip(self.sequences, counts, strict=True)):
+            if not count:
+                continue
+            tokens = torch.arange(sequence.length - count, sequence.length)
+            slots.append(table[row, tokens // page_size] * page_size + tokens % page_size)
+            sealed_before = max(sequence.length - count - 1, 0) // page_size
+            sealed.append(table[row, sealed_before : sequence.sealed_pages])
+        return Step(counts, self.lengths, torch.cat(slots).to(device), torch.cat(sealed).to(device), table.to(device))
+
+
+def _free(sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        sequence.free()

@@ -1,0 +1,59 @@
+"""The shape of a page, equal for all layers that share a page table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from questkv.kernels import PageSegment
+
+
+@dataclass(frozen=True)
+class PageGeometry:
+    """What a page of one layer looks like; layers of equal geometry share one page table.
+
+    Attributes:
+        kv_heads: Hkv.
+        head_dim: D, of keys and of values.
+        page_size: S, tokens a page.
+        dtype: float32, bfloat16 or float16.
+        device: Where the pages lie.
+        box_dtype: ``int8`` or ``model``.
+    """
+
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+    box_dtype: str = "int8"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one page's keys and values in one layer."""
+        return 2 * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of one page's boxes (and scales) in one layer."""
+        if self.box_dtype == "int8":
+            return self.kv_heads * (2 * self.head_dim + 4)
+        return self.kv_heads * 2 * self.head_dim * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in one layer, its boxes included."""
+        return self.kv_bytes + self.box_bytes
+
+    def allocate(self, num_pages: int) -> PageSegment:
+        """Storage for `num_pages` pages of one layer; the memory is reserved, not touched."""
+        int8 = self.box_dtype == "int8"
+        tokens = (self.kv_heads, num_pages, self.page_size, self.head_dim)
+        boxes = (self.kv_heads, num_pages, 2, self.head_dim)
+        return PageSegment(
+            keys=torch.empty(tokens, dtype=self.dtype, device=self.device),
+            values=torch.empty(tokens, dtype=self.dtype, device=self.device),
+            boxes=torch.empty(boxes, dtype=torch.int8 if int8 else self.dtype, device=self.device),
+            scales=torch.empty(tokens[:2], dtype=torch.float32, device=self.device) if int8 else None,
+        )

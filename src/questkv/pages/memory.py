@@ -1,0 +1,48 @@
+"""How much memory is left, so that a cache that can't fit is refused before the system kills the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on `device`, or None where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    limits = [limit for limit in (_system(), _control_group()) if limit is not None]
+    return min(limits, default=None)
+
+
+def _system() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _control_group() -> int | None:
+    """What the container's limit leaves (cgroup v2); page cache counts as used, so this errs on the small side."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    return max(int(limit) - used + int(stat.get("inactive_file", 0)), 0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch or Python says that memory ran out."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
