@@ -33,7 +33,8 @@ class QuestConfig:
         sink_tokens: First tokens that are always read, rounded up to whole pages.
         recent_tokens: Tokens before the open page that are always read, rounded up to whole pages.
         dense_layers: How many first layers stay dense (paper, section 3.4: 2), or a tuple of layer indices.
-        optimism: a in [0, 1], how much of a box's half width counts; 1 is the paper's upper bound.
+        optimism: a in [0, 1], how much of a box's half width counts; 1 is the paper's upper bound, 0.5 finds more
+            (docs/method.md).
         group: How the G query heads that share a KV head agree on pages: ``mean`` of their scores, ``softmax_mean``
             of their shares, or ``per_head``, each for itself (the paper's rule).
         box_dtype: ``int8`` (rounded outward, one scale per page and KV head) or ``model`` (the keys' own type).
@@ -52,7 +53,7 @@ class QuestConfig:
     sink_tokens: int = 16
     recent_tokens: int = 64
     dense_layers: int | tuple[int, ...] = 2
-    optimism: float = 1.0
+    optimism: float = 0.5
     group: str = "mean"
     box_dtype: str = "int8"
     kv_dtype: str = "model"
@@ -112,7 +113,7 @@ class QuestConfig:
 
     def is_dense_at(self, length: int) -> bool:
         """Whether a row seeing `length` tokens takes the dense path in every layer."""
-        return length < self.dense_below or length <= self.budget_at(length) or self.token_budget == 1.0
+        return length < self.dense_below or length <= self.budget_at(length)
 
     def pages_at(self, length: int) -> int:
         """K, sealed pages selected for a row seeing `length` tokens: what the budget leaves beside its open page.

@@ -19,7 +19,7 @@ class ConfigError(QuestKVError, ValueError):
 class PoolFullError(QuestKVError, MemoryError):
     """The page pool can't hold the tokens asked for: its limit, or the machine's memory, is reached.
 
-    The sequences are as they were before the call (DESIGN invariant 9).
+    The sequences are as they were before the call.
     """
 
 

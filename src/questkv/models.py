@@ -229,10 +229,8 @@ def _load_gguf(path: Path, dtype: torch.dtype, rope_factor: float, attention: st
 
 def _copy_name(path: Path, dtype: torch.dtype) -> str:
     """Name of the unpacked copy: it changes with the file's content, the dtype and what does the unpacking."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
+        digest = hashlib.file_digest(file, "sha256")
     for made_by in ("transformers", "gguf"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{made_by} {importlib.metadata.version(made_by)}".encode())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from questkv.cli import options, output
 from questkv.config import QuestConfig
+from questkv.models import find_model
 
 if TYPE_CHECKING:
     from questkv.cli.session import Session
@@ -27,8 +30,10 @@ class Opening:
 
     def load(self) -> Session:
         """Import torch and transformers, quietly, and load the model."""
+        found = find_model(self.model)  # before the slow imports, so that a wrong name fails at once
         output.quiet_libraries()
-        with output.busy(f"Loading {self.model}"):
+        # a hub id may have to be downloaded, which draws progress bars of its own
+        with output.busy(f"Loading {self.model}") if isinstance(found, Path) else contextlib.nullcontext():
             from questkv.cli import session
 
             output.quiet_progress_bars()

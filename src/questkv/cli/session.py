@@ -216,7 +216,7 @@ def seed(number: int) -> None:
     set_seed(number)
 
 
-class _TextStream(BaseStreamer):  # type: ignore[misc]
+class _TextStream(BaseStreamer):
     """Hands on an answer's text as its tokens come, never half a character, and notes when they came."""
 
     def __init__(self, tokenizer: Any, prefix: list[int], on_text: Callable[[str], None]) -> None:
@@ -270,6 +270,8 @@ class _TextStream(BaseStreamer):  # type: ignore[misc]
             return
         self._context, self._shown = self._shown, len(self._ids)
         piece = text[len(known) :]
+        if not self.text:
+            piece = piece.lstrip()  # the space that a first word carries in most vocabularies
         if piece:
             self.text += piece
             self._on_text(piece)
@@ -278,7 +280,7 @@ class _TextStream(BaseStreamer):  # type: ignore[misc]
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-class _Stop(StoppingCriteria):  # type: ignore[misc]
+class _Stop(StoppingCriteria):
     """Ends generation after the current token when asked to."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:

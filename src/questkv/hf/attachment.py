@@ -48,11 +48,16 @@ def attach(model: PreTrainedModel, config: QuestConfig | None = None) -> Iterato
     Yields:
         The `Attachment`, whose `cache.report()` tells what the latest call read.
 
+    Raises:
+        TypeError: `config` is something else; the model is as it was.
+
     Example:
         >>> with attach(model, QuestConfig(token_budget=0.2)) as attached:
         ...     text = pipeline("text-generation", model=model, tokenizer=tokenizer)(prompt)
         ...     print(attached.cache.report())
     """
+    if config is not None and not isinstance(config, QuestConfig):
+        raise TypeError(f"[attach] config: expected a QuestConfig, got {type(config).__name__}")
     attachment = Attachment(model, config if config is not None else QuestConfig())
     names = ("cache", "past_key_values")
     cache_name = names[0] if names[0] in inspect.signature(model.forward).parameters else names[1]
@@ -70,7 +75,8 @@ def attach(model: PreTrainedModel, config: QuestConfig | None = None) -> Iterato
 
     own_generate = model.__dict__.get("generate")
     with _attention_set_to(model, NAME):
-        hook = model.register_forward_pre_hook(give_cache, with_kwargs=True)
+        # First of all hooks, so that an attachment inside another one comes before it.
+        hook = model.register_forward_pre_hook(give_cache, with_kwargs=True, prepend=True)
         model.generate = generate_with_cache
         try:
             yield attachment

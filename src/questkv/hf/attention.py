@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, flash_attention_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.layer import PagedKeys
@@ -28,19 +28,20 @@ def mark_own_layer(keys: torch.Tensor) -> None:
     setattr(keys, _OWN_LAYER, True)
 
 
-def questkv_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+def questkv_mask(**kwargs: Any) -> torch.Tensor | None:
     """Mask function: the 2-D padding mask (or None) for paged layers, SDPA's own mask for local ones."""
     # transformers names the window's size for sliding and chunked layers only.
     if kwargs.get("local_size") is not None:
-        mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
+        mask: torch.Tensor | None = sdpa_mask(**kwargs)
         return mask
     if kwargs.get("mask_function", causal_mask_function) is not causal_mask_function:
         raise UnsupportedError(
             "[questkv] mask: expected plain causal attention, got a custom, packed or bidirectional pattern; use "
             "another attention implementation for this input"
         )
-    padding: torch.Tensor | None = flash_attention_mask(*args, **kwargs)
-    return padding
+    padding: torch.Tensor | None = kwargs.get("attention_mask")
+    # A mask without padding is kept too: the cache compares it with what it knows of the tokens it holds.
+    return None if padding is None else padding[:, -kwargs["kv_length"] :]
 
 
 def questkv_attention(

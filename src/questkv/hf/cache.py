@@ -62,13 +62,17 @@ class QuestCache(Cache):
         _warn_if_few(len(paged), len(layers))
         self.state = PagedState(self.config, paged, max_tokens)
         super().__init__(layers=[PagedLayer(self.state, i) if i in paged else layer for i, layer in enumerate(layers)])
+        # The layer whose update begins a forward.
+        self._first_layer = next(
+            i for i, layer in enumerate(layers) if i in paged or getattr(layer, "is_sliding", False)
+        )
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand new keys and values to their layer; see `PagedLayer.update`."""
         layer = self.layers[layer_idx]
-        if layer_idx == self.state.paged_layers[0]:
+        if layer_idx == self._first_layer:
             self._check_own_layers()
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if not isinstance(layer, PagedLayer):
@@ -80,7 +84,7 @@ class QuestCache(Cache):
         groups = self.state.groups.values()
         layers = tuple(LayerReport(layer, *self.state.pages(layer)) for layer in self.state.paged_layers)
         return CacheReport(
-            tokens=tuple(next((group.batch.lengths for group in groups), [])),
+            tokens=tuple(self.state.lengths),
             pages_read=sum(layer.pages_read for layer in layers),
             pages_held=sum(layer.pages_held for layer in layers),
             bytes_held=sum(group.pool.bytes_held for group in groups),
@@ -89,10 +93,18 @@ class QuestCache(Cache):
             layers=layers,
         )
 
-    def fork(self) -> QuestCache:
-        """A second cache with the same tokens; pages are shared and copied only where one of the two writes."""
+    def fork(self, config: QuestConfig | None = None) -> QuestCache:
+        """A second cache with the same tokens; pages are shared and copied only where one of the two writes.
+
+        Args:
+            config: Another configuration to decode with, of the same page size, box and KV dtype; None keeps this one.
+
+        Raises:
+            ConfigError: The other configuration's pages would differ from those that are shared.
+        """
         other = copy.copy(self)
-        other.state = self.state.fork()
+        other.config = self.config if config is None else config
+        other.state = self.state.fork(other.config)
         other.layers = [
             PagedLayer(other.state, layer.index) if isinstance(layer, PagedLayer) else copy.deepcopy(layer)
             for layer in self.layers
@@ -113,13 +125,16 @@ class QuestCache(Cache):
         """Forget the last -`tokens_to_remove` tokens (a number <= 0, as transformers has it).
 
         Raises:
-            ValueError: A positive number, or more tokens than there are.
+            ValueError: A positive number, or more tokens than there are; the cache is as it was.
+            RuntimeError: A sliding window that is full and keeps no past (`activate_past_recording`); likewise.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"[crop] tokens_to_remove: expected a number <= 0, got {tokens_to_remove}")
-        self.state.crop(-tokens_to_remove)
+        self.state.check_crop(-tokens_to_remove)
+        # A sliding window that keeps no past refuses, so it is asked before anything is forgotten.
         for layer in self._own_layers():
             layer.crop(tokens_to_remove)
+        self.state.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] was (beam search)."""
@@ -144,14 +159,16 @@ class QuestCache(Cache):
         return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
 
     def _check_own_layers(self) -> None:
-        """A forward that was interrupted can be undone in pages, but not in a sliding window."""
-        for layer in self.layers[: self.state.paged_layers[-1]]:
-            length = layer.get_seq_length() if getattr(layer, "is_sliding", False) else self.state.columns
-            first = self.layers.index(layer) < self.state.paged_layers[0]
-            if not first and length != self.state.columns:
+        """Between forwards every layer holds the same columns.
+
+        A forward that was interrupted can be undone in pages, but not in a sliding window.
+        """
+        for layer in self._own_layers():
+            if getattr(layer, "is_sliding", False) and layer.get_seq_length() != self.state.columns:
                 raise CacheMismatchError(
-                    "[QuestCache] sliding-window layers: expected the tokens that the paged layers hold, got others, "
-                    "left by a forward that was interrupted; call cache.reset() and start again"
+                    f"[QuestCache] sliding-window layers: expected the {self.state.columns} tokens that the paged "
+                    f"layers hold, got {layer.get_seq_length()}, left by a forward that was interrupted; call "
+                    "cache.reset() and start again"
                 )
 
 

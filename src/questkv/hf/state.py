@@ -8,7 +8,7 @@ import torch
 
 from questkv import kernels
 from questkv.config import QuestConfig
-from questkv.errors import CacheMismatchError, UnsupportedError
+from questkv.errors import CacheMismatchError, ConfigError, UnsupportedError
 from questkv.hf.plan import Columns, Plan
 from questkv.pages import PageGeometry, PagePool, SequenceBatch
 
@@ -69,6 +69,17 @@ class PagedState:
         """B, or None before the first token."""
         return next((len(group.batch) for group in self.groups.values()), None)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence after the last complete forward."""
+        group = next(iter(self.groups.values()), None)
+        if group is None:
+            return []
+        under_way = self._forward is not None and len(self._attended) < len(self.paged_layers)
+        step = group.batch.step if under_way else None
+        counts = [0] * len(group.batch) if step is None else step.counts
+        return [length - count for length, count in zip(group.batch.lengths, counts, strict=True)]
+
     def attend(
         self,
         layer: int,
@@ -109,14 +120,21 @@ class PagedState:
         if self._forward is not None and len(self._attended) < len(self.paged_layers):
             for group in self.groups.values():
                 group.batch.undo()
+            if not self.columns:
+                # Nothing was ever complete, so the next forward may bring another batch.
+                self.groups.clear()
         self._forward = None
         self._attended.clear()
 
-    def crop(self, tokens: int) -> None:
-        """Forget the last `tokens` columns of every sequence."""
-        self.settle()
+    def check_crop(self, tokens: int) -> None:
+        """Raise ValueError where `crop` would."""
         if not 0 <= tokens <= self.columns:
             raise ValueError(f"[crop] tokens: expected 0 to {self.columns}, got {tokens}")
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens` columns of every sequence."""
+        self.check_crop(tokens)
+        self.settle()
         kept = self.columns - tokens
         for group in self.groups.values():
             group.batch.crop(
@@ -142,10 +160,16 @@ class PagedState:
         self._pages_read.clear()
         self._pages_held.clear()
 
-    def fork(self) -> PagedState:
+    def fork(self, config: QuestConfig) -> PagedState:
         """The same tokens in a second state, sharing every page; its counts start at zero."""
+        for name in ("page_size", "box_dtype", "kv_dtype"):
+            if getattr(config, name) != getattr(self.config, name):
+                raise ConfigError(
+                    f"[fork] {name}: expected {getattr(self.config, name)!r} as in the shared pages, "
+                    f"got {getattr(config, name)!r}"
+                )
         self.settle()
-        other = PagedState(self.config, self.paged_layers, self.max_tokens)
+        other = PagedState(config, self.paged_layers, self.max_tokens)
         other.columns, other.real = self.columns, self.real
         for geometry, group in self.groups.items():
             other.groups[geometry] = Group(group.pool, group.batch.fork(), dict(group.layers))
@@ -259,6 +283,8 @@ class PagedState:
         softmax: Softmax,
     ) -> torch.Tensor:
         """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows."""
+        if not len(query):
+            return query
         pages = group.pool.layer(group.layers[layer])
         out = torch.empty_like(query)
         for run in plan.runs:

@@ -22,7 +22,7 @@ def attend(
 ) -> torch.Tensor:
     """Softmax attention of every row over its selected pages and its open page; nothing else is read.
 
-    Paper, section 3.3 ("approximate attention" over the chosen pages). Scores, softmax and sums are float32.
+    Paper, section 3.4: attention over the chosen pages as over a shorter cache. Scores, softmax and sums are float32.
 
     Args:
         q: [R, Hq, D] queries, the keys' dtype.
@@ -46,7 +46,7 @@ def attend(
     """
     checks.check_rows("attend", q, pages, page_table, lengths)
     checks.check_scale("attend", scale)
-    checks.check_softmax("attend", softcap, sinks, q.shape[1])
+    checks.check_softmax("attend", softcap, sinks, q)
     _check_selection(q, pages, page_table, lengths, selection)
     out: torch.Tensor = dispatch.resolve(backend).attend(
         q, pages, page_table, lengths, selection, scale, softcap, sinks
@@ -67,5 +67,15 @@ def _check_selection(
     if selection.device.type != "cpu" or not selection.numel():
         return
     sealed = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
-    if bool((selection >= sealed[:, None, None]).any()) or int(selection.min()) < -1:
-        raise ValueError("[attend] selection: expected logical pages below the row's sealed pages, or -1 for padding")
+    wrong = (selection < -1) | (selection >= sealed[:, None, None])
+    listed = selection >= 0
+    # An entry that isn't padding is above the one before it; padding starts at the same place for every head.
+    ascending = listed[..., :-1] & (selection[..., 1:] > selection[..., :-1])
+    wrong[..., 1:] |= listed[..., 1:] & ~ascending
+    wrong |= listed != listed[:, :1]
+    if bool(wrong.any()):
+        row = int(wrong.flatten(1).any(dim=1).nonzero()[0])
+        raise ValueError(
+            f"[attend] selection: expected ascending logical pages below the row's {int(sealed[row])} sealed pages, "
+            f"equally many for every head, then -1, got {selection[row].tolist()} in row {row}"
+        )

@@ -21,6 +21,7 @@ def check_rows(op: str, q: torch.Tensor, pages: Pages, page_table: torch.Tensor,
     check_page_ids(op, "page_table", page_table, pages, lowest=-1)
     check_per_row(op, "lengths", lengths, rows, pages)
     check_lengths(op, lengths, page_table.shape[1], pages)
+    check_no_gaps(op, page_table, lengths, pages)
 
 
 def check_query(op: str, q: torch.Tensor, pages: Pages) -> None:
@@ -75,23 +76,56 @@ def check_lengths(op: str, lengths: torch.Tensor, table_pages: int, pages: Pages
         )
 
 
+def check_no_gaps(op: str, page_table: torch.Tensor, lengths: torch.Tensor, pages: Pages) -> None:
+    """Padding (-1) lies past the row's pages only."""
+    if page_table.device.type != "cpu" or not page_table.numel():
+        return
+    used = torch.div(lengths - 1, pages.page_size, rounding_mode="floor") + 1
+    gaps = (page_table < 0) & (torch.arange(page_table.shape[1]) < used[:, None])
+    if bool(gaps.any()):
+        row = int(gaps.any(dim=1).nonzero()[0])
+        raise ValueError(
+            f"[{op}] page_table: expected a physical page for each of the row's {int(used[row])} pages, "
+            f"got {page_table[row].tolist()} in row {row}"
+        )
+
+
 def check_scale(op: str, scale: float) -> None:
     """The softmax scale is a positive finite number."""
-    if not (isinstance(scale, float | int) and math.isfinite(scale) and scale > 0):
+    if not (_is_finite(scale) and scale > 0):
         raise ValueError(f"[{op}] scale: expected a positive finite number, got {scale!r}")
 
 
 def check_scoring(op: str, optimism: float, group: str) -> None:
     """The two choices of how a score is read off a box."""
-    if not (math.isfinite(optimism) and optimism >= 0):
+    if not (_is_finite(optimism) and optimism >= 0):
         raise ValueError(f"[{op}] optimism: expected a finite number >= 0, got {optimism!r}")
     if group not in GROUP_RULES:
         raise ValueError(f"[{op}] group: expected one of {list(GROUP_RULES)}, got {group!r}")
 
 
-def check_softmax(op: str, softcap: float | None, sinks: torch.Tensor | None, heads: int) -> None:
+def check_forced(op: str, sink_pages: int, recent_pages: int) -> None:
+    """The pages that are always selected are counts."""
+    for name, value in (("sink_pages", sink_pages), ("recent_pages", recent_pages)):
+        if not isinstance(value, int):
+            raise TypeError(f"[{op}] {name}: expected an int >= 0, got {value!r}")
+        if value < 0:
+            raise ValueError(f"[{op}] {name}: expected an int >= 0, got {value}")
+
+
+def check_softmax(op: str, softcap: float | None, sinks: torch.Tensor | None, q: torch.Tensor) -> None:
     """The two optional changes to the softmax."""
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+    if softcap is not None and not (_is_finite(softcap) and softcap > 0):
         raise ValueError(f"[{op}] softcap: expected None or a positive finite number, got {softcap!r}")
-    if sinks is not None and list(sinks.shape) != [heads]:
-        raise ValueError(f"[{op}] sinks: expected None or [Hq={heads}], got {list(sinks.shape)}")
+    if sinks is None:
+        return
+    if list(sinks.shape) != [q.shape[1]]:
+        raise ValueError(f"[{op}] sinks: expected None or [Hq={q.shape[1]}], got {list(sinks.shape)}")
+    if not sinks.is_floating_point():
+        raise TypeError(f"[{op}] sinks: expected a float dtype, got {sinks.dtype}")
+    if sinks.device != q.device:
+        raise ValueError(f"[{op}] sinks: expected device {q.device}, got {sinks.device}")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)

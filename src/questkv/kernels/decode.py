@@ -57,7 +57,8 @@ def decode(
     checks.check_per_row("decode", "num_selected", num_selected, q.shape[0], pages)
     checks.check_scale("decode", scale)
     checks.check_scoring("decode", optimism, group)
-    checks.check_softmax("decode", softcap, sinks, q.shape[1])
+    checks.check_forced("decode", sink_pages, recent_pages)
+    checks.check_softmax("decode", softcap, sinks, q)
     if pages_read is not None:
         checks.check_per_row("decode", "pages_read", pages_read, q.shape[0], pages)
     _check_budget(num_selected, lengths, pages.page_size, sink_pages + recent_pages)

@@ -22,7 +22,7 @@ def dense(
     """Softmax attention of every row over all its tokens; arguments, result and errors as in `attend`."""
     checks.check_rows("dense", q, pages, page_table, lengths)
     checks.check_scale("dense", scale)
-    checks.check_softmax("dense", softcap, sinks, q.shape[1])
+    checks.check_softmax("dense", softcap, sinks, q)
     out: torch.Tensor = dispatch.resolve(backend).dense(q, pages, page_table, lengths, scale, softcap, sinks)
     return out
 
@@ -64,12 +64,15 @@ def prefill(
         raise ValueError(f"[prefill] page_table: expected [P], got {list(page_table.shape)}")
     checks.check_index("prefill", "page_table", page_table, pages)
     checks.check_page_ids("prefill", "page_table", page_table, pages)
-    if not q.shape[0] <= length <= page_table.shape[0] * pages.page_size:
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"[prefill] length: expected an int, got {length!r}")
+    fewest = max(q.shape[0], 1)
+    if not fewest <= length <= page_table.shape[0] * pages.page_size:
         raise ValueError(
-            f"[prefill] length: expected {q.shape[0]} (tokens in q) to {page_table.shape[0] * pages.page_size} "
+            f"[prefill] length: expected {fewest} (tokens in q, at least 1) to {page_table.shape[0] * pages.page_size} "
             f"(tokens in page_table), got {length}"
         )
     checks.check_scale("prefill", scale)
-    checks.check_softmax("prefill", softcap, sinks, q.shape[1])
+    checks.check_softmax("prefill", softcap, sinks, q)
     out: torch.Tensor = dispatch.resolve(backend).prefill(q, pages, page_table, length, scale, softcap, sinks)
     return out

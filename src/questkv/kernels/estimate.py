@@ -19,7 +19,7 @@ def estimate(
     group: str = "mean",
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Score the sealed pages of every row (paper, section 3.3, Algorithm 1; docs/method.md).
+    """Score the sealed pages of every row (paper, section 3.4, Algorithm 1; docs/method.md).
 
     With c and r the centre and half width of a page's box, a query head's score is
     ``scale * (q . c + optimism * |q| . r)``; with optimism 1 no key of the page has a larger logit.

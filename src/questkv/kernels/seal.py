@@ -11,7 +11,7 @@ from questkv.kernels.types import Pages
 def seal(pages: Pages, page_ids: torch.Tensor, *, backend: str = "auto") -> None:
     """Write the boxes of full pages: the lowest and highest value of every key channel, per KV head.
 
-    Paper, section 3.3 (the metadata of Algorithm 1). Int8 boxes are rounded outward, so that
+    Paper, section 3.4 (the metadata of Algorithm 1). Int8 boxes are rounded outward, so that
     ``code_lo * scale <= key <= code_hi * scale`` holds exactly for every key of the page. A page that holds a NaN or
     infinite key gets a box that scores +inf.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from questkv.kernels import dispatch
+from questkv.kernels import checks, dispatch
 
 
 def select(
@@ -19,7 +19,7 @@ def select(
     """Choose, per row and head, the pages of highest score, the first and the last ones always among them.
 
     Ties go to the lower page; a NaN score counts as +inf, so nothing is hidden. What a row selects depends on its own
-    scores only (paper, section 3.3, "top-k critical KV cache pages").
+    scores only (paper, section 3.4: the K pages of highest score).
 
     Args:
         scores: [R, H, P] float32 as `estimate` returns them.
@@ -45,8 +45,9 @@ def select(
             raise ValueError(f"[select] {name}: expected [R={scores.shape[0]}], got {list(value.shape)}")
         if value.dtype != torch.int64:
             raise TypeError(f"[select] {name}: expected int64, got {value.dtype}")
-    if sink_pages < 0 or recent_pages < 0:
-        raise ValueError(f"[select] sink_pages, recent_pages: expected >= 0, got {sink_pages}, {recent_pages}")
+        if value.device != scores.device:
+            raise ValueError(f"[select] {name}: expected device {scores.device}, got {value.device}")
+    checks.check_forced("select", sink_pages, recent_pages)
     _check_counts(scores, num_pages, num_selected, sink_pages + recent_pages)
     selection: torch.Tensor = dispatch.resolve(backend).select(
         scores, num_pages, num_selected, sink_pages, recent_pages

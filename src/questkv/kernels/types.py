@@ -48,6 +48,11 @@ class Pages:
         first = self.segments[0].keys
         for segment in self.segments:
             _check_segment(segment, first)
+            if segment.boxes.dtype != self.segments[0].boxes.dtype:
+                raise TypeError(
+                    f"[Pages] boxes: expected the same dtype for all segments, {self.segments[0].boxes.dtype}, "
+                    f"got {segment.boxes.dtype}"
+                )
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -94,8 +99,10 @@ def _check_segment(segment: PageSegment, first: torch.Tensor) -> None:
         raise ValueError(f"[Pages] keys: expected [Hkv, N, S, D], the same Hkv, S, D for all, got {list(keys.shape)}")
     if keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"[Pages] keys: expected float32, bfloat16 or float16, got {keys.dtype}")
-    if keys.dtype != first.dtype or segment.values.dtype != keys.dtype:
-        raise TypeError(f"[Pages] values: expected {first.dtype} like the keys, got {segment.values.dtype}")
+    if keys.dtype != first.dtype:
+        raise TypeError(f"[Pages] keys: expected {first.dtype} like the first segment's, got {keys.dtype}")
+    if segment.values.dtype != keys.dtype:
+        raise TypeError(f"[Pages] values: expected {keys.dtype} like the keys, got {segment.values.dtype}")
     if segment.values.shape != keys.shape:
         if segment.values.shape[:3] == keys.shape[:3]:
             raise UnsupportedError(

@@ -103,10 +103,12 @@ class SequenceBatch:
             backend: ``auto`` or a backend's name.
         """
         assert self.step is not None, "reserve comes before write"
-        pages = self.pool.layer(layer)
-        kernels.append(pages, self.step.slots, keys, values, backend=backend)
-        if len(self.step.sealed):
-            kernels.seal(pages, self.step.sealed, backend=backend)
+        # A step may add no token at all (a chunk of padding), and the pool may then have no page yet.
+        if len(self.step.slots):
+            pages = self.pool.layer(layer)
+            kernels.append(pages, self.step.slots, keys, values, backend=backend)
+            if len(self.step.sealed):
+                kernels.seal(pages, self.step.sealed, backend=backend)
         self.step.written.add(layer)
 
     def settle(self) -> None:

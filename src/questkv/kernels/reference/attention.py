@@ -73,6 +73,9 @@ def prefill(
 ) -> torch.Tensor:
     """out[i] = attention of q[i] over the first length - n + i + 1 tokens."""
     keys, values = _tokens(pages, page_table, length)
+    before = length - len(q)
+    if not (keys[:, before:].isfinite().all() and values[:, before:].isfinite().all()):
+        return _prefill_rows(q, keys, values, scale, softcap, sinks)
     if softcap is None and sinks is None:
         return _prefill_sdpa(q, keys, values, scale)
     out = torch.empty_like(q)
@@ -109,7 +112,8 @@ def softmax_attention(
     Returns:
         Like q.
     """
-    queries = q.float().reshape(len(keys), -1, q.shape[-1]) * scale  # [H, G * n, D]
+    # Contiguous: the order of a product's sums, and so its last bits, would follow the strides.
+    queries = q.float().contiguous().view(len(keys), -1, q.shape[-1]) * scale  # [H, G * n, D]
     logits = queries @ keys.float().transpose(1, 2)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -122,13 +126,32 @@ def softmax_attention(
     return (weights @ values.float()).view(q.shape).to(q.dtype)
 
 
+def _prefill_rows(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Token by token: a mask's weight of 0 doesn't hide a later token that is NaN or infinite, as 0 * NaN is NaN."""
+    out = torch.empty_like(q)
+    for i in range(len(q)):
+        visible = keys.shape[1] - len(q) + i + 1
+        out[i] = softmax_attention(q[i], keys[:, :visible], values[:, :visible], scale, softcap, sinks)
+    return out
+
+
 def _prefill_sdpa(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """PyTorch's fused attention, which never holds the scores of a whole prompt; float32 inside."""
+    """PyTorch's fused attention, which never holds the scores of a whole prompt."""
     n, length = len(q), keys.shape[1]
     queries, keys, values = q.transpose(0, 1)[None], keys[None], values[None]
+    if q.device.type == "cpu":
+        # In a narrower type it would round the softmax's weights to it; float32 is no slower here.
+        queries, keys, values = queries.float(), keys.float(), values.float()
     if n == length:
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=n > 1, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return out[0].transpose(0, 1).to(q.dtype)
     out = torch.empty_like(queries)
     for start in range(0, n, _BLOCK):
         block = queries[:, :, start : start + _BLOCK]
@@ -141,7 +164,7 @@ def _prefill_sdpa(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
             scale=scale,
             enable_gqa=True,
         )
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1).to(q.dtype)
 
 
 def _causal(n: int, visible: int, device: torch.device) -> torch.Tensor:

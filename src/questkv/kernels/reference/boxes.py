@@ -92,6 +92,7 @@ def _score(
     scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if group == "softmax_mean":
         must_read = (scores == torch.inf).any(dim=1)
-        shares = scores.masked_fill(must_read[:, None], -torch.inf).softmax(dim=-1).mean(dim=1)
-        return shares.masked_fill(must_read, torch.inf)
+        shares = scores.masked_fill(must_read[:, None], -torch.inf).softmax(dim=-1)
+        # Where all scores are -inf (overflow, or no page left) there is nothing to share out.
+        return shares.nan_to_num(nan=0.0).mean(dim=1).masked_fill(must_read, torch.inf)
     return scores.flatten(0, 1)

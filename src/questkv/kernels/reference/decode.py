@@ -47,4 +47,4 @@ def decode(
 def _distinct(selection: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Pages of one row's selection [1, H, K], those that several heads of a group share counted once."""
     per_group = selection.view(kv_heads, -1).sort(dim=-1).values
-    return kv_heads + (per_group[:, 1:] != per_group[:, :-1]).sum()
+    return per_group[:, :1].numel() + (per_group[:, 1:] != per_group[:, :-1]).sum()

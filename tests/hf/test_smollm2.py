@@ -1,0 +1,114 @@
+"""The real model on real text: same tokens as transformers, and retrieval through pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from questkv import QuestCache, QuestConfig, attach
+from questkv.hf.prefill import prefill
+from questkv.models import LoadedModel
+
+NOVEL = Path(__file__).parents[2] / "examples" / "sherlock_holmes.txt"
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def novel_tokens(loaded: LoadedModel, count: int) -> torch.Tensor:
+    ids = loaded.tokenizer(NOVEL.read_text(encoding="utf-8")[: count * 6])["input_ids"]
+    return torch.tensor([ids[:count]])
+
+
+def greedy(model: Any, ids: torch.Tensor, tokens: int, **kwargs: Any) -> list[list[int]]:
+    out = model.generate(ids, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=2, **kwargs)
+    return out[:, ids.shape[1] :].tolist()
+
+
+def test_a_budget_that_covers_the_context_gives_the_tokens_of_sdpa(smollm2: LoadedModel) -> None:
+    ids = novel_tokens(smollm2, 3000)
+    mask = torch.ones_like(ids)
+    expected = greedy(smollm2.model, ids, 64, attention_mask=mask)
+    with attach(smollm2.model, QuestConfig(token_budget=4096)) as attached:
+        assert greedy(smollm2.model, ids, 64, attention_mask=mask) == expected
+        report = attached.cache.report()
+    assert report.pages_read == report.pages_held > 0
+
+
+def test_left_padded_prompts_give_the_tokens_of_each_alone(smollm2: LoadedModel) -> None:
+    ids = novel_tokens(smollm2, 700)
+    lengths = (700, 431, 256)
+    batch = torch.full((3, 700), 2)
+    mask = torch.zeros_like(batch)
+    for row, length in enumerate(lengths):
+        batch[row, -length:] = ids[0, :length]
+        mask[row, -length:] = 1
+    config = QuestConfig(token_budget=192)
+    with attach(smollm2.model, config):
+        together = greedy(smollm2.model, batch, 24, attention_mask=mask)
+        for row, length in enumerate(lengths):
+            alone = ids[:, :length]
+            assert together[row] == greedy(smollm2.model, alone, 24, attention_mask=torch.ones_like(alone))[0]
+
+
+def test_beam_search_gives_the_tokens_of_sdpa(smollm2: LoadedModel) -> None:
+    ids = novel_tokens(smollm2, 600)
+    beams = {"num_beams": 3, "num_return_sequences": 2, "attention_mask": torch.ones_like(ids)}
+    expected = greedy(smollm2.model, ids, 20, **beams)
+    with attach(smollm2.model, QuestConfig(token_budget=1.0)):
+        assert greedy(smollm2.model, ids, 20, **beams) == expected
+
+
+class Passkeys:
+    """Eight contexts of 3.8k tokens that differ in where a key is hidden, each prefilled once and forked per budget.
+
+    They begin alike, so each is a fork of the filler alone, cropped to what stands before its key.
+    """
+
+    def __init__(self, loaded: LoadedModel, tokens: int = 3800, positions: int = 8) -> None:
+        encode = lambda text: loaded.tokenizer(text)["input_ids"]  # noqa: E731
+        head = encode("<|im_start|>user\nThere is a pass key hidden inside a lot of text. Find and memorize it. ")
+        filler = encode(FILLER)
+        repeats = tokens // len(filler)
+        self.tail = encode("What is the pass key?<|im_end|>\n<|im_start|>assistant\nThe pass key is")
+        self.cases: list[tuple[QuestCache, list[int], str]] = []
+        whole = QuestCache(loaded.model.config, QuestConfig())
+        with attach(loaded.model):
+            prefill(loaded.model, whole, torch.tensor([head + filler * repeats]), sparse_prefill=64)
+            for position in range(positions):
+                key = str(21345 + 7919 * position)
+                before = head + filler * round(position / (positions - 1) * (repeats - 1))
+                needle = encode(f"The pass key is {key}. Remember it. {key} is the pass key. ")
+                after = filler * (repeats - (len(before) - len(head)) // len(filler))
+                cache = whole.fork()
+                cache.crop(len(before) - cache.get_seq_length())
+                prefill(loaded.model, cache, torch.tensor([needle + after]), sparse_prefill=64)
+                self.cases.append((cache, before + needle + after, key))
+
+
+@pytest.fixture(scope="module")
+def passkeys(smollm2: LoadedModel) -> Passkeys:
+    return Passkeys(smollm2)
+
+
+@pytest.mark.parametrize(("budget", "least"), [(1.0, 8), (1024, 8), (256, 6)])
+def test_passkeys_are_found(smollm2: LoadedModel, passkeys: Passkeys, budget: float, least: int) -> None:
+    found = 0
+    for prefilled, context, key in passkeys.cases:
+        cache = prefilled.fork(QuestConfig(token_budget=budget))
+        ids = torch.tensor([context + passkeys.tail])
+        with attach(smollm2.model):
+            answer = greedy(smollm2.model, ids, 8, cache=cache, attention_mask=torch.ones_like(ids))[0]
+        found += key in smollm2.tokenizer.decode(answer)
+        report = cache.report()
+        assert (report.pages_read < report.pages_held) == (budget != 1.0)
+    assert found >= least

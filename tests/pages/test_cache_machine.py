@@ -1,0 +1,334 @@
+"""Pages under every sequence of operations, against plain lists of keys and values (DESIGN invariants 1 to 9)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from questkv import kernels
+from questkv.errors import PoolFullError
+from questkv.pages import PageGeometry, PagePool, SequenceBatch
+from questkv.pages import pool as pool_module
+
+LAYERS = 2
+MOST_BATCHES = 3
+SCALE = 0.7
+
+# A token is what every layer stores of it: keys [LAYERS, Hkv, D] and values.
+Token = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Tracked:
+    """A batch and what each of its sequences should hold."""
+
+    batch: SequenceBatch
+    tokens: list[list[Token]]
+    interrupted: bool = False
+
+
+class CacheMachine(RuleBasedStateMachine):
+    @initialize(
+        page_size=st.sampled_from([1, 2, 3, 4]),
+        kv_heads=st.sampled_from([1, 2]),
+        group=st.sampled_from([1, 3]),
+        head_dim=st.sampled_from([1, 5]),
+        box_dtype=st.sampled_from(["int8", "model"]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        most_pages=st.integers(4, 30),
+        seed=st.integers(0, 2**31),
+    )
+    def start(self, page_size, kv_heads, group, head_dim, box_dtype, dtype, most_pages, seed):
+        # Small segments, so that a few tokens lie in several of them.
+        self.first_segment, pool_module._FIRST_SEGMENT_PAGES = pool_module._FIRST_SEGMENT_PAGES, 2
+        self.random = torch.Generator().manual_seed(seed)
+        geometry = PageGeometry(kv_heads, head_dim, page_size, dtype, torch.device("cpu"), box_dtype)
+        self.pool = PagePool(geometry, layers=LAYERS, max_tokens=most_pages * page_size)
+        self.group, self.page_size = group, page_size
+        self.tracked = [Tracked(SequenceBatch(self.pool, 2), [[], []])]
+
+    def teardown(self):
+        if not hasattr(self, "pool"):
+            return
+        pool_module._FIRST_SEGMENT_PAGES = self.first_segment
+        while self.tracked:
+            self.tracked.pop().batch.free()
+        assert self.pool.num_held == 0
+        assert self.pool.num_free == self.pool.num_pages
+
+    # What can happen to a cache
+
+    @rule(data=st.data())
+    def append(self, data):
+        tracked = self._any(data)
+        if self._reserve(tracked, data):
+            self._write(tracked, range(LAYERS))
+            self._remember(tracked)
+
+    @rule(data=st.data(), written=st.integers(0, LAYERS - 1))
+    def append_interrupted_before_every_layer_wrote(self, data, written):
+        tracked = self._any(data)
+        if self._reserve(tracked, data):
+            self._write(tracked, range(written))
+            tracked.interrupted = True
+
+    @rule(data=st.data())
+    def append_more_than_the_pool_may_hold(self, data):
+        tracked = self._any(data)
+        too_many = (self.pool.max_pages + 1) * self.page_size
+        counts = [0] * len(tracked.tokens)
+        counts[data.draw(st.integers(0, len(counts) - 1))] = too_many
+        tracked.batch.settle()
+        tracked.interrupted = False
+        before = self._tables(), self.pool.num_held
+        with pytest.raises(PoolFullError, match="more fit"):
+            tracked.batch.reserve(counts)
+        assert (self._tables(), self.pool.num_held) == before
+
+    @precondition(lambda self: len(self.tracked) < MOST_BATCHES)
+    @rule(data=st.data())
+    def fork(self, data):
+        tracked = self._any(data)
+        other = Tracked(tracked.batch.fork(), [list(tokens) for tokens in tracked.tokens])
+        tracked.interrupted = False
+        self.tracked.append(other)
+
+    @rule(data=st.data())
+    def crop(self, data):
+        tracked = self._any(data)
+        counts = [data.draw(st.integers(0, len(tokens))) for tokens in tracked.tokens]
+        tracked.batch.crop(counts)
+        tracked.interrupted = False
+        tracked.tokens = [tokens[: len(tokens) - n] for tokens, n in zip(tracked.tokens, counts, strict=True)]
+
+    @rule(data=st.data())
+    def crop_more_than_there_is(self, data):
+        tracked = self._any(data)
+        with pytest.raises(ValueError, match=r"\[crop\]"):
+            tracked.batch.crop([0] * (len(tracked.tokens) - 1) + [len(tracked.tokens[-1]) + 1])
+        tracked.interrupted = False
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        tracked = self._any(data)
+        last = len(tracked.tokens) - 1
+        indices = data.draw(st.lists(st.integers(0, last), min_size=1, max_size=4), label="indices")
+        tracked.batch.reorder(indices)
+        tracked.interrupted = False
+        tracked.tokens = [list(tracked.tokens[index]) for index in indices]
+
+    @rule(data=st.data())
+    def free(self, data):
+        tracked = self._any(data)
+        tracked.batch.free()
+        tracked.interrupted = False
+        tracked.tokens = [[] for _ in tracked.tokens]
+
+    @precondition(lambda self: len(self.tracked) > 1)
+    @rule(data=st.data())
+    def forget_a_batch(self, data):
+        self.tracked.pop(data.draw(st.integers(0, len(self.tracked) - 1)))
+
+    # What must hold after each of them
+
+    @invariant()
+    def every_page_is_held_once_for_every_table_that_has_it(self):
+        holders = Counter(page for table in self._tables() for page in table)
+        assert [self.pool.holders(page) for page in range(self.pool.num_pages)] == [
+            holders[page] for page in range(self.pool.num_pages)
+        ]
+        assert sorted(self.pool._free) == [page for page in range(self.pool.num_pages) if not holders[page]]
+        assert (self.pool.num_held, self.pool.num_free) == (len(holders), self.pool.num_pages - len(holders))
+        assert self.pool.num_pages <= self.pool.max_pages
+
+    @invariant()
+    def a_table_has_exactly_the_pages_its_tokens_need(self):
+        for tracked in self.tracked:
+            for sequence, tokens in zip(tracked.batch.sequences, tracked.tokens, strict=True):
+                assert len(sequence.table) == -(-sequence.length // self.page_size)
+                assert sequence.length == len(tokens) or tracked.interrupted
+
+    @invariant()
+    def stored_tokens_boxes_and_attention_are_those_of_the_lists(self):
+        self._poison()
+        for tracked in self.tracked:
+            for sequence, tokens in zip(tracked.batch.sequences, tracked.tokens, strict=True):
+                for layer in range(LAYERS):
+                    self._check_tokens(layer, sequence.table, tokens)
+                    self._check_boxes(layer, sequence.table, tokens)
+            for layer in range(LAYERS):
+                self._check_decode(layer, tracked)
+
+    # How it is done
+
+    def _any(self, data) -> Tracked:
+        return self.tracked[data.draw(st.integers(0, len(self.tracked) - 1), label="batch")]
+
+    def _tables(self) -> list[list[int]]:
+        return [list(sequence.table) for tracked in self.tracked for sequence in tracked.batch.sequences]
+
+    def _reserve(self, tracked: Tracked, data) -> bool:
+        """Reserve drawn counts; False if they don't fit, which must be so."""
+        counts = [data.draw(st.integers(0, 2 * self.page_size + 1), label="count") for _ in tracked.tokens]
+        tracked.batch.settle()  # so that what the tables are now is what they must be after a failure
+        tracked.interrupted = False
+        before, needed = self._tables(), self._pages_needed(tracked, counts)
+        room = self.pool.max_pages - self.pool.num_held
+        try:
+            tracked.batch.reserve(counts)
+        except PoolFullError:
+            assert needed > room
+            assert self._tables() == before
+            return False
+        assert needed <= room
+        return True
+
+    def _pages_needed(self, tracked: Tracked, counts: list[int]) -> int:
+        new, leaving, held_by_others = 0, Counter(), {}
+        for sequence, count in zip(tracked.batch.sequences, counts, strict=True):
+            new += -(-(sequence.length + count) // self.page_size) - len(sequence.table)
+            if count and sequence.length % self.page_size:
+                leaving[sequence.table[-1]] += 1
+        holders = Counter(page for table in self._tables() for page in table)
+        held_by_others = {page: holders[page] - writers for page, writers in leaving.items()}
+        return new + sum(writers - (held_by_others[page] == 0) for page, writers in leaving.items())
+
+    def _write(self, tracked: Tracked, layers: range) -> None:
+        step, geometry = tracked.batch.step, self.pool.geometry
+        shape = (LAYERS, sum(step.counts), geometry.kv_heads, geometry.head_dim)
+        self.new = [torch.randn(shape, generator=self.random).to(geometry.dtype) for _ in range(2)]
+        for layer in layers:
+            tracked.batch.write(layer, self.new[0][layer], self.new[1][layer])
+
+    def _remember(self, tracked: Tracked) -> None:
+        keys, values = self.new
+        at = 0
+        for tokens, count in zip(tracked.tokens, tracked.batch.step.counts, strict=True):
+            tokens.extend((keys[:, i], values[:, i]) for i in range(at, at + count))
+            at += count
+
+    def _poison(self) -> None:
+        """Fill every slot without a token and every box of a page that isn't sealed with NaN."""
+        used: Counter[int] = Counter()
+        sealed = set()
+        for tracked in self.tracked:
+            for sequence, tokens in zip(tracked.batch.sequences, tracked.tokens, strict=True):
+                for logical in range(-(-len(tokens) // self.page_size)):
+                    page = sequence.table[logical]
+                    used[page] = max(used[page], min(self.page_size, len(tokens) - logical * self.page_size))
+                    if len(tokens) > (logical + 1) * self.page_size:
+                        sealed.add(page)
+        for layer in range(LAYERS if self.pool.num_pages else 0):
+            for page in range(self.pool.num_pages):
+                segment, at = self.pool._locate(layer, page)
+                segment.keys[:, at, used[page] :] = torch.nan
+                segment.values[:, at, used[page] :] = torch.nan
+                if page not in sealed:
+                    segment.boxes[:, at] = 127 if segment.scales is not None else torch.nan
+                    if segment.scales is not None:
+                        segment.scales[:, at] = torch.nan
+
+    def _check_tokens(self, layer: int, table: list[int], tokens: list[Token]) -> None:
+        for index, (keys, values) in enumerate(tokens):
+            segment, at = self.pool._locate(layer, table[index // self.page_size])
+            assert torch.equal(segment.keys[:, at, index % self.page_size], keys[layer])
+            assert torch.equal(segment.values[:, at, index % self.page_size], values[layer])
+
+    def _check_boxes(self, layer: int, table: list[int], tokens: list[Token]) -> None:
+        for page in range(max(len(tokens) - 1, 0) // self.page_size):
+            keys = torch.stack([token[0][layer] for token in tokens[page * self.page_size :][: self.page_size]])
+            lo, hi = _boxes(keys)
+            segment, at = self.pool._locate(layer, table[page])
+            stored = segment.boxes[:, at].double()
+            if segment.scales is None:
+                assert torch.equal(stored, torch.stack([lo, hi], dim=1))
+                continue
+            scale = segment.scales[:, at]
+            code_lo, code_hi = _int8_boxes(lo, hi, scale)
+            # Division may round onto the wrong side of a whole code, so the box may be one code wider, never narrower.
+            assert ((stored[:, 0] <= code_lo) & (stored[:, 0] >= code_lo - 1)).all()
+            assert ((stored[:, 1] >= code_hi) & (stored[:, 1] <= code_hi + 1)).all()
+            bounds = stored * scale.double()[:, None, None]
+            assert (bounds[:, 0] <= keys.double()).all()
+            assert (keys.double() <= bounds[:, 1]).all()
+            # The scale is the smallest that reaches the largest value with 127 codes, give or take its rounding.
+            largest = torch.maximum(lo.abs(), hi.abs()).amax(dim=1)
+            assert torch.allclose(scale.double() * 127, largest, rtol=2.0**-21, atol=1e-30)
+
+    def _check_decode(self, layer: int, tracked: Tracked) -> None:
+        rows = [row for row, tokens in enumerate(tracked.tokens) if tokens]
+        if not rows:
+            return
+        width = max(len(tracked.batch.sequences[row].table) for row in rows)
+        tables = [tracked.batch.sequences[row].table for row in rows]
+        page_table = torch.tensor([table + [-1] * (width - len(table)) for table in tables])
+        lengths = torch.tensor([len(tracked.tokens[row]) for row in rows])
+        sealed = (lengths - 1) // self.page_size
+        geometry = self.pool.geometry
+        heads = geometry.kv_heads * self.group
+        q = torch.randn((len(rows), heads, geometry.head_dim), generator=self.random).to(geometry.dtype)
+        pages = self.pool.layer(layer)
+        scores = kernels.estimate(q, pages, page_table, lengths, scale=SCALE)
+        for budget in (sealed, torch.minimum(sealed, torch.tensor(2))):
+            selection = kernels.select(scores, sealed, budget, sink_pages=1, recent_pages=1)
+            pages_read = torch.empty_like(lengths)
+            out = kernels.decode(
+                q, pages, page_table, lengths, budget, scale=SCALE, sink_pages=1, recent_pages=1, pages_read=pages_read
+            )
+            assert torch.equal(pages_read, (budget + 1) * geometry.kv_heads)
+            for i, row in enumerate(rows):
+                self._check_row(layer, tracked.tokens[row], q[i], selection[i], int(budget[i]), out[i])
+
+    def _check_row(self, layer, tokens, q, selection, count, out) -> None:
+        sealed = (len(tokens) - 1) // self.page_size
+        keys = torch.stack([token[0][layer] for token in tokens])
+        values = torch.stack([token[1][layer] for token in tokens])
+        for head in range(self.pool.geometry.kv_heads):
+            chosen = selection[head, :count].tolist()
+            assert chosen == sorted(set(chosen))
+            assert not chosen or (chosen[0] == 0 and chosen[-1] == sealed - 1)
+            read = [page * self.page_size + slot for page in chosen for slot in range(self.page_size)]
+            read += range(sealed * self.page_size, len(tokens))
+            own = slice(head * self.group, (head + 1) * self.group)
+            k, v = keys[read, head], values[read, head]
+            error = (out[own].double() - _attention(q[own], k, v, SCALE)).abs().max()
+            assert error <= _tolerance(q[own], k, v, SCALE)
+
+
+def _attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """[G, D] queries of one KV head over keys and values [T, D]; float64."""
+    weights = (q.double() @ keys.double().T * scale).softmax(dim=-1)
+    return weights @ values.double()
+
+
+def _tolerance(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> float:
+    """How far float32 attention over finite tokens [T, D] may be from the exact one.
+
+    A dot product of D terms is off by D eps sum|q k|; a logit's error d changes a weight by a factor within exp(+-2d);
+    the softmax and the weighted sum of T terms add T eps. The result has `values`' type: one more rounding there.
+    """
+    eps, tokens, dim = torch.finfo(torch.float32).eps, len(keys), keys.shape[-1]
+    largest = float((q.double().abs() @ keys.double().abs().T).max()) * scale
+    size = float(values.double().abs().max())
+    return size * (2 * (dim + 4) * eps * largest + 2 * (tokens + 8) * eps + torch.finfo(values.dtype).eps)
+
+
+def _boxes(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lowest and highest value of every channel of a page's keys [S, Hkv, D], each [Hkv, D]; float64."""
+    stacked = keys.double()
+    return stacked.min(dim=0).values, stacked.max(dim=0).values
+
+
+def _int8_boxes(lo: torch.Tensor, hi: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tightest whole codes around a box for the given scale [Hkv], as [Hkv, D] each; float64."""
+    return torch.floor(lo / scale.double()[:, None]), torch.ceil(hi / scale.double()[:, None])
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
