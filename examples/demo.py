@@ -1,8 +1,9 @@
 """Hide a pass key in a novel and ask for it, with the whole cache and with a budget: ``python examples/demo.py``.
 
 The model is SmolLM2-135M. One so small doesn't find every key in a novel even with its full cache, and it needs the
-answer begun for it, so the place of the key was chosen: there the full cache finds it. What the demo shows is that
-reading a part of the cache finds it as well. It exits with 1 if either answer is wrong.
+answer begun for it. The place of the key was therefore chosen, so that the full cache and the budget both find it: of
+ten places tried in this text (bfloat16), the full cache found the key in 9, a budget of 2048 in 5 and one of 1024 in 3.
+So the demo shows what is read and what it costs, not how often a budget suffices. It exits with 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     console.print()
     console.print(table)
     console.print(
-        "The place of the key was chosen: a model this small doesn't find every key in a novel, not even with its full "
-        "cache, and it needs its answer begun for it; here the full cache finds it. Pages are summed over steps, "
-        "layers and KV heads, the question's tokens and the two dense layers included.",
+        "The place of the key was chosen so that the full cache finds it, and the budget too: a model this small needs "
+        "its answer begun for it and doesn't find every key. Of ten places tried in this text the full cache found it "
+        "in 9, a budget of 2048 in 5, one of 1024 in 3. Pages are summed over steps, layers and KV heads, the "
+        "question's tokens and the two dense layers included.",
         highlight=False,
     )
 

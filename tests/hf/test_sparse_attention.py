@@ -61,7 +61,7 @@ def new_cache(config: QuestConfig = SPARSE, layers: int = 1, **kwargs: int) -> Q
 
 
 def selected_pages(states: States, head: int, length: int, config: QuestConfig) -> list[int]:
-    """Sealed pages that KV head `head` reads for the last of `length` tokens, by the paper's bound."""
+    """Sealed pages that KV head `head` reads for the last of `length` tokens; optimism 1 is the paper's bound."""
     size, group = config.page_size, states.q.shape[0] // states.k.shape[0]
     sealed = (length - 1) // size
     budget = config.token_budget
@@ -80,7 +80,8 @@ def selected_pages(states: States, head: int, length: int, config: QuestConfig) 
         keys = states.k[head, page * size : (page + 1) * size].double()
         lo, hi = keys.amin(dim=0), keys.amax(dim=0)
         heads = states.q[head * group : (head + 1) * group, length - 1].double()
-        scores[page] = sum(float(torch.maximum(q * lo, q * hi).sum()) for q in heads) / group
+        centre, radius, optimism = (lo + hi) / 2, (hi - lo) / 2, config.optimism
+        scores[page] = sum(float(q @ centre + optimism * (q.abs() @ radius)) for q in heads) / group
     best = sorted(scores, key=lambda page: -scores[page])[: count - len(sink) - len(recent)]
     return sorted(sink + recent + best)
 
@@ -128,10 +129,18 @@ def decode_all(cache: QuestCache, states: States, prompt: int, steps: list[int])
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 7])
-@pytest.mark.parametrize("budget", [24, 0.4])
-def test_each_step_reads_the_pages_of_highest_bound_and_nothing_else(page_size: int, budget: float) -> None:
+@pytest.mark.parametrize(("budget", "optimism"), [(24, 1.0), (0.4, 0.5), (0.4, 0.0)])
+def test_each_step_reads_the_pages_of_highest_score_and_nothing_else(
+    page_size: int, budget: float, optimism: float
+) -> None:
     config = QuestConfig(
-        token_budget=budget, page_size=page_size, sink_tokens=3, recent_tokens=4, dense_layers=0, box_dtype="model"
+        token_budget=budget,
+        page_size=page_size,
+        sink_tokens=3,
+        recent_tokens=4,
+        dense_layers=0,
+        box_dtype="model",
+        optimism=optimism,
     )
     states, cache = States.random(90), new_cache(config)
     out = decode_all(cache, states, 40, [1] * 50)

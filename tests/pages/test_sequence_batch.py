@@ -27,8 +27,11 @@ def append(batch: SequenceBatch, counts: list[int], start: float = 0.0) -> None:
 
 
 def stored(batch: SequenceBatch, row: int, layer: int = 0) -> list[float]:
-    sequence, keys = batch.sequences[row], batch.pool.layer(layer).segments[0].keys
-    return [float(keys[0, sequence.table[i // S], i % S, 0]) for i in range(sequence.length)]
+    sequence, segment = batch.sequences[row], batch.pool.layer(layer).segments[0]
+    places = [(sequence.table[i // S], i % S) for i in range(sequence.length)]
+    keys = [float(segment.keys[0, page, slot, 0]) for page, slot in places]
+    assert [float(segment.values[0, page, slot, 1]) for page, slot in places] == [-key for key in keys]
+    return keys
 
 
 def test_a_fork_shares_every_page_and_only_the_open_one_is_copied_when_written() -> None:
