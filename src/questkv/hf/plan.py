@@ -41,10 +41,12 @@ class Columns:
 
     def unpack(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T, H, D] -> [B, width, H, D], zeros for padding."""
+        out: torch.Tensor
         if self.real is None:
-            return tokens.unflatten(0, (self.batch, self.width))
-        out: torch.Tensor = tokens.new_zeros((self.batch, self.width, *tokens.shape[1:]))
-        out[self.real] = tokens
+            out = tokens.unflatten(0, (self.batch, self.width))
+        else:
+            out = tokens.new_zeros((self.batch, self.width, *tokens.shape[1:]))
+            out[self.real] = tokens
         return out
 
 
