@@ -2,8 +2,8 @@
 
 The model is SmolLM2-135M. One so small doesn't find every key in a novel even with its full cache, and it needs the
 answer begun for it. The place of the key was therefore chosen, so that the full cache and the budget both find it: of
-ten places tried in this text (bfloat16), the full cache found the key in 9, a budget of 2048 in 5 and one of 1024 in 3.
-So the demo shows what is read and what it costs, not how often a budget suffices. It exits with 1 if an answer is wrong.
+ten places tried in this text (bfloat16), the full cache found the key in 9, a budget of 1024 in 4. So the demo shows
+what is read and what that costs, not how often a budget suffices. It exits with 1 if either answer is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 
 NOVEL = Path(__file__).parent / "sherlock_holmes.txt"
 # whole paragraphs of the novel that the model gets (6.5k tokens), and the one the key is hidden before
-PARAGRAPHS, PLACE = 141, 112
+PARAGRAPHS, PLACE = 141, 98
 KEY = "71432"
 HIDDEN = f"The pass key is {KEY}. Remember it. {KEY} is the pass key."
 QUESTION, BEGUN = "What is the pass key?", "The pass key is"
@@ -70,7 +70,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     console.print(
         "The place of the key was chosen so that the full cache finds it, and the budget too: a model this small needs "
         "its answer begun for it and doesn't find every key. Of ten places tried in this text the full cache found it "
-        "in 9, a budget of 2048 in 5, one of 1024 in 3. Pages are summed over steps, layers and KV heads, the "
+        "in 9, a budget of 1024 in 4. Pages are summed over steps, layers and KV heads, the "
         "question's tokens and the two dense layers included.",
         highlight=False,
     )
