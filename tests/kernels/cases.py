@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from questkv.kernels import Pages, PageSegment
 
-PAGE_SIZES = (1, 3, 16, 17)
-GROUPS = (1, 3, 4, 7, 8)
-HEAD_DIMS = (8, 16, 64, 80)
+PAGE_SIZES = (1, 3, 8, 16, 17)
+GROUPS = (1, 2, 3, 4, 7, 8, 16)
+HEAD_DIMS = (8, 16, 33, 40, 64, 80)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP_RULES = ("mean", "softmax_mean", "per_head")
 

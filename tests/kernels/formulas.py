@@ -74,7 +74,7 @@ def head_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score = scale * (q . c + a |q| . r) of every query head and page, and the bound on its error.
 
-    Scaling, the mean over the group (G <= 8 terms) and U, V cost at most 14 u of the weights' size, which is
+    Scaling, the mean over the group (G terms) and U, V cost at most max(G, 8) + 6 u of the weights' size, which is
     (1 + a) / 2 |q| scale for each bound of the box; the product over 2 D terms and the box's scale (2 D + 2) u.
 
     Args:
@@ -94,7 +94,7 @@ def head_scores(
         centre, half = (high + low) / 2, (high - low) / 2
         scores.append(scale * (centre @ query + optimism * (half @ query.abs())))
         size = scale * (1 + optimism) / 2 * ((low.abs() + high.abs()) @ query.abs())
-        bounds.append(1.01 * (2 * q.shape[1] + 16) * U * size + TINY)
+        bounds.append(1.01 * (2 * q.shape[1] + max(group, 8) + 8) * U * size + TINY)
     return torch.stack(scores), torch.stack(bounds)
 
 

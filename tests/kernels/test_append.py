@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from kernels.cases import Shape, build_case, case_arguments, read_page
 from questkv.kernels import Pages, append
 
+pytestmark = pytest.mark.usefixtures("every_backend")
+
 
 def _snapshot(pages: Pages) -> dict[str, list[torch.Tensor]]:
     return {

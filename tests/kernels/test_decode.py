@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from kernels.cases import GROUP_RULES, Case, Shape, build_case, cases, read_page
 from questkv.kernels import attend, decode, dense, estimate, select
 
+pytestmark = pytest.mark.usefixtures("every_backend")
+
 
 @st.composite
 def _decodes(draw: st.DrawFn, case: Case) -> dict:

@@ -13,6 +13,8 @@ from kernels.cases import DTYPES, GROUP_RULES, Case, Shape, build_case, case_arg
 from kernels.formulas import group_scores, head_scores
 from questkv.kernels import estimate, seal
 
+pytestmark = pytest.mark.usefixtures("every_backend")
+
 
 def _stored_bounds(case: Case, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[Hkv, n, D] float64 lo and hi of the row's sealed pages, as they are stored."""

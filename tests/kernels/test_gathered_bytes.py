@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 from kernels.cases import Case, Shape, build_case
 from questkv.kernels import attend, decode, dense
 
+pytestmark = pytest.mark.usefixtures("reference_backend")
+
 
 class _CopiedBytes(TorchDispatchMode):
     """Adds up the bytes of every floating-point tensor that an operation makes, views left out."""

@@ -13,6 +13,8 @@ from kernels.cases import DTYPES, GROUP_RULES, Case, Shape, build_case, case_arg
 from questkv import QuestConfig
 from questkv.kernels import Pages, PageSegment, append, decode, dense, estimate, prefill, seal, select
 
+pytestmark = pytest.mark.usefixtures("every_backend")
+
 
 def _all_results(case: Case, group: str) -> list[list[torch.Tensor]]:
     """For every row: scores, selection, sparse output, dense output, pages read."""

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from kernels.cases import DTYPES, PAGE_SIZES, Shape, build_case, case_arguments, read_page
 from questkv.kernels import Pages, PageSegment, estimate, seal
 
+pytestmark = pytest.mark.usefixtures("every_backend")
+
 # Pages of [S, D] keys that are hard to code, by name.
 _HARD = {
     "zero": lambda shape, kind: torch.zeros(shape),

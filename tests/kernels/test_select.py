@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from questkv.kernels import select
 
+pytestmark = pytest.mark.usefixtures("every_backend")
+
 # Few distinct values, so that ties are common.
 _SCORES = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, -0.0, 0.0, 0.5, 0.5000001, 2.0, 3e38])
 

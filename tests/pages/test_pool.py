@@ -14,6 +14,7 @@ from questkv.kernels import PageSegment
 from questkv.pages import PageGeometry, PagePool, SequenceBatch
 from questkv.pages import memory as memory_module
 from questkv.pages import pool as pool_module
+from questkv.pages.memory import prefer_huge_pages
 
 FIRST_SEGMENT = pool_module._FIRST_SEGMENT_PAGES
 CPU = torch.device("cpu")
@@ -261,3 +262,22 @@ def test_a_batch_that_runs_out_of_memory_keeps_its_tokens(monkeypatch: pytest.Mo
     batch.reserve([1, 1])
     batch.write(0, torch.ones(2, 2, 3), torch.ones(2, 2, 3))
     assert batch.lengths == [6, 4]
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no transparent huge pages"
+)
+def test_large_tensors_ask_for_huge_pages_and_small_ones_do_not() -> None:
+    large, small = torch.empty(64 * 2**20, dtype=torch.int8), torch.empty(2**20, dtype=torch.int8)
+    assert prefer_huge_pages(large) is large
+    assert prefer_huge_pages(small) is small
+    asked = {}
+    for name, tensor in (("large", large), ("small", small)):
+        middle, here = tensor.data_ptr() + tensor.numel() // 2, False
+        for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+            bounds = line.split()[0].split("-")
+            if len(bounds) == 2:
+                here = int(bounds[0], 16) <= middle < int(bounds[1], 16)
+            elif here and line.startswith("VmFlags:"):
+                asked[name] = "hg" in line.split()
+    assert asked == {"large": True, "small": False}

@@ -71,6 +71,7 @@ class PagedLayer(CacheLayerMixin):
         handle = PagedKeys.of(self, key_states)
         return handle, handle
 
+    @torch.no_grad()
     def attend(
         self,
         query: torch.Tensor,

@@ -100,15 +100,14 @@ class PagedState:
         Returns:
             [B, width, Hq, D].
         """
-        if new is not None:
-            self._write(layer, *new, mask)
+        fresh = None if new is None else self._write(layer, *new, mask)
         group = next((group for group in self.groups.values() if layer in group.layers), None)
         if group is None or group.plan is None or self._forward is None:
             raise CacheMismatchError(
                 f"[questkv] layer {layer}: expected its keys and values in the cache, got none yet"
             )
         tokens = self._forward.pack(query)
-        out = self._attend(layer, group, group.plan, tokens, softmax)
+        out = self._attend(layer, group, group.plan, tokens, softmax, fresh)
         if layer not in self._attended:
             self._attended.add(layer)
             if len(self._attended) == len(self.paged_layers):
@@ -180,7 +179,10 @@ class PagedState:
         read = self._pages_read.get(layer)
         return 0 if read is None else int(read), self._pages_held.get(layer, 0)
 
-    def _write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
+    def _write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> kernels.NewTokens | None:
+        """Write a layer's new tokens, or give them back for `kernels.decode` to write where each is a row."""
         if layer == self.paged_layers[0]:
             self._begin(keys, mask)
         if self._forward is None or (keys.shape[0], keys.shape[2]) != (self._forward.batch, self._forward.width):
@@ -193,9 +195,12 @@ class PagedState:
                 "keys and values differ in width are not supported"
             )
         group = self._group(layer, keys)
-        pool_layer = group.layers[layer]
         packed = self._forward.pack(keys), self._forward.pack(values)
-        group.batch.write(pool_layer, *packed, backend=self.config.backend)
+        assert group.plan is not None
+        if len(group.plan.rows) and not group.plan.runs:
+            return group.batch.new_tokens(*packed)
+        group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
+        return None
 
     def _begin(self, keys: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Start a forward: find the real tokens among its columns and make room for them in every group."""
@@ -281,6 +286,7 @@ class PagedState:
         plan: Plan,
         query: torch.Tensor,
         softmax: Softmax,
+        fresh: kernels.NewTokens | None,
     ) -> torch.Tensor:
         """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows."""
         if not len(query):
@@ -317,8 +323,11 @@ class PagedState:
             softcap=softmax.softcap,
             sinks=softmax.sinks,
             pages_read=pages_read,
+            new=fresh,
             backend=self.config.backend,
         )
+        if fresh is not None:
+            group.batch.written(group.layers[layer])
         self._pages_read[layer] = self._pages_read.get(layer, 0) + pages_read.sum()
         self._pages_held[layer] = self._pages_held.get(layer, 0) + plan.pages_held * pages.num_kv_heads
         if plan.every_token_is_a_row:

@@ -11,9 +11,10 @@ from questkv.kernels.dispatch import available_backends
 from questkv.kernels.estimate import estimate
 from questkv.kernels.seal import seal
 from questkv.kernels.select import select
-from questkv.kernels.types import Pages, PageSegment
+from questkv.kernels.types import NewTokens, Pages, PageSegment
 
 __all__ = [
+    "NewTokens",
     "PageSegment",
     "Pages",
     "append",

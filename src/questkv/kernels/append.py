@@ -24,25 +24,5 @@ def append(
         ValueError: A shape, a device or a slot is wrong.
         TypeError: A dtype is wrong.
     """
-    checks.check_index("append", "slots", slots, pages)
-    expected = [*slots.shape, pages.num_kv_heads, pages.head_dim]
-    if slots.ndim != 1:
-        raise ValueError(f"[append] slots: expected [n], got {list(slots.shape)}")
-    for name, tensor in (("keys", keys), ("values", values)):
-        if list(tensor.shape) != expected:
-            raise ValueError(f"[append] {name}: expected {expected}, got {list(tensor.shape)}")
-        if tensor.dtype != pages.dtype:
-            raise TypeError(f"[append] {name}: expected {pages.dtype} like the pages, got {tensor.dtype}")
-        if tensor.device != pages.device:
-            raise ValueError(f"[append] {name}: expected device {pages.device}, got {tensor.device}")
-    _check_slots(slots, pages)
-    dispatch.resolve(backend).append(pages, slots, keys, values)
-
-
-def _check_slots(slots: torch.Tensor, pages: Pages) -> None:
-    # Reading values back would stop the host on a GPU; there the caller vouches for them.
-    if slots.device.type != "cpu" or not slots.numel():
-        return
-    low, high, end = int(slots.min()), int(slots.max()), pages.num_pages * pages.page_size
-    if low < 0 or high >= end:
-        raise ValueError(f"[append] slots: expected slots 0 to {end - 1}, got {low if low < 0 else high}")
+    checks.check_new("append", pages, slots, keys, values)
+    dispatch.resolve(backend, pages.device).append(pages, slots, keys, values)

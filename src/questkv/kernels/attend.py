@@ -48,7 +48,7 @@ def attend(
     checks.check_scale("attend", scale)
     checks.check_softmax("attend", softcap, sinks, q)
     _check_selection(q, pages, page_table, lengths, selection)
-    out: torch.Tensor = dispatch.resolve(backend).attend(
+    out: torch.Tensor = dispatch.resolve(backend, pages.device).attend(
         q, pages, page_table, lengths, selection, scale, softcap, sinks
     )
     return out

@@ -129,3 +129,32 @@ def check_softmax(op: str, softcap: float | None, sinks: torch.Tensor | None, q:
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, float | int) and math.isfinite(value)
+
+
+def check_pages(op: str, name: str, page_ids: torch.Tensor, pages: Pages) -> None:
+    """A list of physical pages."""
+    if page_ids.ndim != 1:
+        raise ValueError(f"[{op}] {name}: expected [n], got {list(page_ids.shape)}")
+    check_index(op, name, page_ids, pages)
+    check_page_ids(op, name, page_ids, pages)
+
+
+def check_new(op: str, pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Slots [n] in the pages, keys and values [n, Hkv, D] that fit them."""
+    check_index(op, "slots", slots, pages)
+    if slots.ndim != 1:
+        raise ValueError(f"[{op}] slots: expected [n], got {list(slots.shape)}")
+    expected = [*slots.shape, pages.num_kv_heads, pages.head_dim]
+    for name, tensor in (("keys", keys), ("values", values)):
+        if list(tensor.shape) != expected:
+            raise ValueError(f"[{op}] {name}: expected {expected}, got {list(tensor.shape)}")
+        if tensor.dtype != pages.dtype:
+            raise TypeError(f"[{op}] {name}: expected {pages.dtype} like the pages, got {tensor.dtype}")
+        if tensor.device != pages.device:
+            raise ValueError(f"[{op}] {name}: expected device {pages.device}, got {tensor.device}")
+    # Reading values back would stop the host on a GPU; there the caller vouches for them.
+    if slots.device.type != "cpu" or not slots.numel():
+        return
+    low, high, end = int(slots.min()), int(slots.max()), pages.num_pages * pages.page_size
+    if low < 0 or high >= end:
+        raise ValueError(f"[{op}] slots: expected slots 0 to {end - 1}, got {low if low < 0 else high}")

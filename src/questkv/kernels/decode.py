@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from questkv.kernels import checks, dispatch
-from questkv.kernels.types import Pages
+from questkv.kernels.types import NewTokens, Pages
 
 
 def decode(
@@ -23,6 +23,7 @@ def decode(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     pages_read: torch.Tensor | None = None,
+    new: NewTokens | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """One decode step of every row: estimate, select, attend (paper, Algorithm 1 and figure 5).
@@ -30,7 +31,7 @@ def decode(
     A row whose `num_selected` covers its sealed pages takes the dense path and gives bit for bit what `dense` gives.
 
     Args:
-        q: [R, Hq, D] queries, the keys' dtype; their own keys and values are in the pages already.
+        q: [R, Hq, D] queries, the keys' dtype; their own keys and values are in the pages already, or in `new`.
         pages: The layer's pages.
         page_table: [R, P] int64 physical page of every logical page, -1 past the row's pages.
         lengths: [R] int64 tokens visible to the row, its own included.
@@ -44,6 +45,8 @@ def decode(
         sinks: As in `attend`.
         pages_read: [R] int64, overwritten with the pages that the row read, the open page included, summed over the
             KV heads (a page that several heads of a group read counts once).
+        new: Tokens that are appended, and pages that are sealed, before anything is read: one call a step where
+            `append` and `seal` would be two more.
         backend: ``auto`` or a backend's name.
 
     Returns:
@@ -62,7 +65,10 @@ def decode(
     if pages_read is not None:
         checks.check_per_row("decode", "pages_read", pages_read, q.shape[0], pages)
     _check_budget(num_selected, lengths, pages.page_size, sink_pages + recent_pages)
-    out: torch.Tensor = dispatch.resolve(backend).decode(
+    if new is not None:
+        checks.check_new("decode", pages, new.slots, new.keys, new.values)
+        checks.check_pages("decode", "sealed", new.sealed, pages)
+    out: torch.Tensor = dispatch.resolve(backend, pages.device).decode(
         q,
         pages,
         page_table,
@@ -76,6 +82,7 @@ def decode(
         softcap,
         sinks,
         pages_read,
+        new,
     )
     return out
 

@@ -23,7 +23,9 @@ def dense(
     checks.check_rows("dense", q, pages, page_table, lengths)
     checks.check_scale("dense", scale)
     checks.check_softmax("dense", softcap, sinks, q)
-    out: torch.Tensor = dispatch.resolve(backend).dense(q, pages, page_table, lengths, scale, softcap, sinks)
+    out: torch.Tensor = dispatch.resolve(backend, pages.device).dense(
+        q, pages, page_table, lengths, scale, softcap, sinks
+    )
     return out
 
 
@@ -74,5 +76,7 @@ def prefill(
         )
     checks.check_scale("prefill", scale)
     checks.check_softmax("prefill", softcap, sinks, q)
-    out: torch.Tensor = dispatch.resolve(backend).prefill(q, pages, page_table, length, scale, softcap, sinks)
+    out: torch.Tensor = dispatch.resolve(backend, pages.device).prefill(
+        q, pages, page_table, length, scale, softcap, sinks
+    )
     return out

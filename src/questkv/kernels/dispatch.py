@@ -5,23 +5,34 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-BACKENDS = ("reference",)
+import torch
+
+from questkv.kernels import native
+
+BACKENDS = ("native", "reference")
 
 
 def available_backends() -> tuple[str, ...]:
     """Names that `backend=` takes here, best first; `auto` is not among them."""
-    return BACKENDS
+    return BACKENDS if native.is_built() else BACKENDS[1:]
 
 
-def resolve(backend: str) -> Any:
+def resolve(backend: str, device: torch.device) -> Any:
     """The backend's module, which has one function an operator.
 
-    `auto` takes the first of `available_backends()`. A backend asked for by name never falls back.
+    `auto` is the compiled backend on the CPU where it is built, else the reference. A backend asked for by name never
+    falls back.
 
     Raises:
-        ValueError: No backend of that name.
+        ValueError: No backend of that name, or it doesn't work on the tensors' device.
+        MissingPackageError: The compiled backend was asked for by name and isn't built.
     """
-    name = BACKENDS[0] if backend == "auto" else backend
-    if name not in BACKENDS:
+    if backend == "auto":
+        backend = available_backends()[0] if device.type == "cpu" else "reference"
+    if backend not in BACKENDS:
         raise ValueError(f"[kernels] backend: expected 'auto' or one of {list(BACKENDS)}, got {backend!r}")
-    return importlib.import_module(f"questkv.kernels.{name}")
+    if backend == "native":
+        if device.type != "cpu":
+            raise ValueError(f"[kernels] backend: expected tensors on the CPU for 'native', got {device}")
+        native.load()
+    return importlib.import_module(f"questkv.kernels.{backend}")

@@ -46,5 +46,7 @@ def estimate(
     checks.check_rows("estimate", q, pages, page_table, lengths)
     checks.check_scale("estimate", scale)
     checks.check_scoring("estimate", optimism, group)
-    scores: torch.Tensor = dispatch.resolve(backend).estimate(q, pages, page_table, lengths, scale, optimism, group)
+    scores: torch.Tensor = dispatch.resolve(backend, pages.device).estimate(
+        q, pages, page_table, lengths, scale, optimism, group
+    )
     return scores

@@ -24,8 +24,5 @@ def seal(pages: Pages, page_ids: torch.Tensor, *, backend: str = "auto") -> None
         ValueError: A shape, a device or a page id is wrong.
         TypeError: A dtype is wrong.
     """
-    if page_ids.ndim != 1:
-        raise ValueError(f"[seal] page_ids: expected [n], got {list(page_ids.shape)}")
-    checks.check_index("seal", "page_ids", page_ids, pages)
-    checks.check_page_ids("seal", "page_ids", page_ids, pages)
-    dispatch.resolve(backend).seal(pages, page_ids)
+    checks.check_pages("seal", "page_ids", page_ids, pages)
+    dispatch.resolve(backend, pages.device).seal(pages, page_ids)

@@ -49,7 +49,7 @@ def select(
             raise ValueError(f"[select] {name}: expected device {scores.device}, got {value.device}")
     checks.check_forced("select", sink_pages, recent_pages)
     _check_counts(scores, num_pages, num_selected, sink_pages + recent_pages)
-    selection: torch.Tensor = dispatch.resolve(backend).select(
+    selection: torch.Tensor = dispatch.resolve(backend, scores.device).select(
         scores, num_pages, num_selected, sink_pages, recent_pages
     )
     return selection

@@ -10,7 +10,7 @@ import torch
 from questkv.errors import UnsupportedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PageSegment:
     """N physical pages of one layer with one storage.
 
@@ -31,7 +31,7 @@ class PageSegment:
     scales: torch.Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pages:
     """All pages of one layer: physical page ids number the segments' pages one after another.
 
@@ -91,6 +91,23 @@ class Pages:
     def device(self) -> torch.device:
         """Device of every tensor."""
         return self.segments[0].keys.device
+
+
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """Tokens that `decode` writes before it reads: what `append` takes, and the pages that they seal.
+
+    Attributes:
+        slots: [n] int64, ``physical page * S + slot`` of every token, all different.
+        keys: [n, Hkv, D] the pages' dtype and device.
+        values: Like `keys`.
+        sealed: [m] int64 physical pages that are full and have a token behind them now.
+    """
+
+    slots: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    sealed: torch.Tensor
 
 
 def _check_segment(segment: PageSegment, first: torch.Tensor) -> None:

@@ -102,14 +102,32 @@ class SequenceBatch:
             values: Like `keys`.
             backend: ``auto`` or a backend's name.
         """
-        assert self.step is not None, "reserve comes before write"
+        step = self._reserved()
         # A step may add no token at all (a chunk of padding), and the pool may then have no page yet.
-        if len(self.step.slots):
+        if len(step.slots):
             pages = self.pool.layer(layer)
-            kernels.append(pages, self.step.slots, keys, values, backend=backend)
-            if len(self.step.sealed):
-                kernels.seal(pages, self.step.sealed, backend=backend)
-        self.step.written.add(layer)
+            kernels.append(pages, step.slots, keys, values, backend=backend)
+            if len(step.sealed):
+                kernels.seal(pages, step.sealed, backend=backend)
+        step.written.add(layer)
+
+    def new_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> kernels.NewTokens:
+        """The reserved tokens of one layer for `kernels.decode` to write; `written` follows when it has.
+
+        Args:
+            keys: [T, Hkv, D] the new tokens, sequence after sequence.
+            values: Like `keys`.
+        """
+        step = self._reserved()
+        return kernels.NewTokens(step.slots, keys, values, step.sealed)
+
+    def written(self, layer: int) -> None:
+        """Note that a layer holds the reserved tokens."""
+        self._reserved().written.add(layer)
+
+    def _reserved(self) -> Step:
+        assert self.step is not None, "reserve comes before write"
+        return self.step
 
     def settle(self) -> None:
         """End the last step: undo it if not every layer has written it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from questkv.kernels import PageSegment
+from questkv.pages.memory import prefer_huge_pages
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,17 @@ class PageGeometry:
 
     def allocate(self, num_pages: int) -> PageSegment:
         """Storage for `num_pages` pages of one layer; the memory is reserved, not touched."""
+        # A tensor made in inference mode can't be written outside it, and a cache outlives the call that made it.
+        with torch.inference_mode(False):
+            return self._allocate(num_pages)
+
+    def _allocate(self, num_pages: int) -> PageSegment:
         int8 = self.box_dtype == "int8"
         tokens = (self.kv_heads, num_pages, self.page_size, self.head_dim)
         boxes = (self.kv_heads, num_pages, 2, self.head_dim)
         return PageSegment(
-            keys=torch.empty(tokens, dtype=self.dtype, device=self.device),
-            values=torch.empty(tokens, dtype=self.dtype, device=self.device),
-            boxes=torch.empty(boxes, dtype=torch.int8 if int8 else self.dtype, device=self.device),
+            keys=prefer_huge_pages(torch.empty(tokens, dtype=self.dtype, device=self.device)),
+            values=prefer_huge_pages(torch.empty(tokens, dtype=self.dtype, device=self.device)),
+            boxes=prefer_huge_pages(torch.empty(boxes, dtype=torch.int8 if int8 else self.dtype, device=self.device)),
             scales=torch.empty(tokens[:2], dtype=torch.float32, device=self.device) if int8 else None,
         )

@@ -4,8 +4,9 @@ It loops over rows, so what a row gives can't depend on its neighbours, and gath
 nothing else.
 """
 
+from questkv.kernels.blockwise import prefill
 from questkv.kernels.reference.append import append
-from questkv.kernels.reference.attention import attend, dense, prefill
+from questkv.kernels.reference.attention import attend, dense
 from questkv.kernels.reference.boxes import estimate, seal
 from questkv.kernels.reference.decode import decode
 from questkv.kernels.reference.select import select

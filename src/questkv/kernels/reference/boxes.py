@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from questkv.kernels.reference.gather import gather_run
+from questkv.kernels.gather import gather_run
 from questkv.kernels.types import Pages
 
 # 127 * scale must reach the largest value although the division rounds; and a scale is never subnormal, which a CPU

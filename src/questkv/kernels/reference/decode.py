@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from questkv.kernels.reference.append import append
 from questkv.kernels.reference.attention import attend, dense
-from questkv.kernels.reference.boxes import estimate
+from questkv.kernels.reference.boxes import estimate, seal
 from questkv.kernels.reference.select import select
-from questkv.kernels.types import Pages
+from questkv.kernels.types import NewTokens, Pages
 
 
 def decode(
@@ -24,8 +25,12 @@ def decode(
     softcap: float | None,
     sinks: torch.Tensor | None,
     pages_read: torch.Tensor | None,
+    new: NewTokens | None,
 ) -> torch.Tensor:
     """A row whose K covers its sealed pages is dense; the others read what they select."""
+    if new is not None:
+        append(pages, new.slots, new.keys, new.values)
+        seal(pages, new.sealed)
     out = torch.empty_like(q)
     sealed = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
     for row in range(len(q)):

@@ -1,0 +1,197 @@
+// The Python module: tensors come in by DLPack, the GIL is released while the core works. Shapes and dtypes have been
+// checked by questkv.kernels; here only what would be a wild pointer is. Tensors that are written are never converted:
+// the result would be in a copy that nobody sees.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "questkv/kernels.h"
+
+namespace nb = nanobind;
+using namespace questkv;
+
+namespace {
+
+using Tensor = nb::ndarray<nb::device::cpu, nb::c_contig>;
+using Indices = nb::ndarray<int64_t, nb::device::cpu, nb::c_contig>;
+using Floats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
+
+// slots [n], keys and values [n, Hkv, D], sealed [m].
+using NewTokens = std::tuple<Indices, Tensor, Tensor, Indices>;
+
+DType dtype_of(const Tensor& tensor) {
+    const nb::dlpack::dtype type = tensor.dtype();
+    if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat)) return DType::bf16;
+    if (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int)) return DType::i8;
+    return type.bits == 16 ? DType::f16 : DType::f32;
+}
+
+// One layer's pages. Holds its tensors, so that their memory outlives it.
+class LayerPages {
+  public:
+    LayerPages(std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<Tensor> boxes,
+               std::vector<std::optional<Floats>> scales)
+        : keys_(std::move(keys)), values_(std::move(values)), boxes_(std::move(boxes)), scales_(std::move(scales)) {
+        if (keys_.empty() || values_.size() != keys_.size() || boxes_.size() != keys_.size() ||
+            scales_.size() != keys_.size())
+            throw std::invalid_argument("[LayerPages] segments: expected as many values, boxes and scales as keys");
+        int64_t start = 0;
+        for (size_t i = 0; i < keys_.size(); ++i) {
+            const int64_t pages = static_cast<int64_t>(keys_[i].shape(1));
+            segments_.push_back({static_cast<char*>(keys_[i].data()), static_cast<char*>(values_[i].data()),
+                                 static_cast<char*>(boxes_[i].data()), scales_[i] ? scales_[i]->data() : nullptr, start,
+                                 pages});
+            start += pages;
+        }
+        pages_ = {segments_.data(),
+                  static_cast<int64_t>(segments_.size()),
+                  static_cast<int64_t>(keys_[0].shape(0)),
+                  static_cast<int64_t>(keys_[0].shape(2)),
+                  static_cast<int64_t>(keys_[0].shape(3)),
+                  dtype_of(keys_[0])};
+    }
+
+    const Pages& view() const { return pages_; }
+
+  private:
+    std::vector<Tensor> keys_, values_, boxes_;
+    std::vector<std::optional<Floats>> scales_;
+    std::vector<Segment> segments_;
+    Pages pages_{};
+};
+
+const KernelTable& table_named(const std::string& isa) {
+    const KernelTable* table = kernels(isa.c_str());
+    if (table) return *table;
+    std::string names;
+    for (const KernelTable* const* t = available_kernels(); *t; ++t)
+        names += (names.empty() ? "" : ", ") + std::string((*t)->name);
+    throw std::invalid_argument("[native] QUESTKV_ISA: expected one of " + names + ", got " + isa);
+}
+
+Rows rows_of(const Tensor& q, const Indices& page_table, const Indices& lengths) {
+    return {static_cast<int64_t>(q.shape(0)),
+            static_cast<int64_t>(q.shape(1)),
+            static_cast<int64_t>(page_table.shape(1)),
+            static_cast<const char*>(q.data()),
+            page_table.data(),
+            lengths.data()};
+}
+
+Softmax softmax_of(float scale, float softcap, const std::optional<Floats>& sinks) {
+    return {scale, softcap, sinks ? sinks->data() : nullptr};
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "questkv's compiled CPU kernels; questkv.kernels documents and validates what they take.";
+
+    nb::class_<LayerPages>(m, "LayerPages", "One layer's pages: lists of the segments' tensors.")
+        .def(nb::init<std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>,
+                      std::vector<std::optional<Floats>>>(),
+             nb::arg("keys").noconvert(), nb::arg("values").noconvert(), nb::arg("boxes").noconvert(),
+             nb::arg("scales").noconvert());
+
+    m.def(
+        "instruction_sets",
+        [] {
+            std::vector<std::string> names;
+            for (const KernelTable* const* t = available_kernels(); *t; ++t) names.emplace_back((*t)->name);
+            return names;
+        },
+        "Instruction sets that this machine can run, best first.");
+
+    m.def(
+        "append",
+        [](const std::string& isa, const LayerPages& pages, Indices slots, Tensor keys, Tensor values, int threads) {
+            nb::gil_scoped_release release;
+            table_named(isa).append(pages.view(), static_cast<int64_t>(slots.size()), slots.data(),
+                                    static_cast<const char*>(keys.data()), static_cast<const char*>(values.data()),
+                                    threads);
+        },
+        nb::arg("isa"), nb::arg("pages"), nb::arg("slots"), nb::arg("keys"), nb::arg("values"), nb::arg("threads"));
+
+    m.def(
+        "seal",
+        [](const std::string& isa, const LayerPages& pages, Indices page_ids, int threads) {
+            nb::gil_scoped_release release;
+            table_named(isa).seal(pages.view(), static_cast<int64_t>(page_ids.size()), page_ids.data(), threads);
+        },
+        nb::arg("isa"), nb::arg("pages"), nb::arg("page_ids"), nb::arg("threads"));
+
+    m.def(
+        "estimate",
+        [](const std::string& isa, const LayerPages& pages, Tensor q, Indices page_table, Indices lengths, float scale,
+           float optimism, int group, Floats scores, int threads) {
+            nb::gil_scoped_release release;
+            table_named(isa).estimate(pages.view(), rows_of(q, page_table, lengths), scale,
+                                      {optimism, static_cast<Group>(group), 0, 0}, scores.data(), threads);
+        },
+        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("page_table"), nb::arg("lengths"), nb::arg("scale"),
+        nb::arg("optimism"), nb::arg("group"), nb::arg("scores").noconvert(), nb::arg("threads"));
+
+    m.def(
+        "select",
+        [](const std::string& isa, Floats scores, Indices num_pages, Indices num_selected, int64_t sink_pages,
+           int64_t recent_pages, Indices selection, int threads) {
+            nb::gil_scoped_release release;
+            table_named(isa).select(scores.data(), static_cast<int64_t>(scores.shape(0)),
+                                    static_cast<int64_t>(scores.shape(1)), static_cast<int64_t>(scores.shape(2)),
+                                    num_pages.data(), num_selected.data(), sink_pages, recent_pages,
+                                    static_cast<int64_t>(selection.shape(2)), selection.data(), threads);
+        },
+        nb::arg("isa"), nb::arg("scores"), nb::arg("num_pages"), nb::arg("num_selected"), nb::arg("sink_pages"),
+        nb::arg("recent_pages"), nb::arg("selection").noconvert(), nb::arg("threads"));
+
+    m.def(
+        "attend",
+        [](const std::string& isa, const LayerPages& pages, Tensor q, Indices page_table, Indices lengths,
+           std::optional<Indices> selection, float scale, float softcap, std::optional<Floats> sinks, Tensor out,
+           int threads) {
+            nb::gil_scoped_release release;
+            // An empty tensor has no address, but a selection without pages is not "everything".
+            static const int64_t nothing = -1;
+            const int64_t* chosen = !selection ? nullptr : selection->size() ? selection->data() : &nothing;
+            table_named(isa).attend(pages.view(), rows_of(q, page_table, lengths), chosen,
+                                    selection ? static_cast<int64_t>(selection->shape(1)) : pages.view().kv_heads,
+                                    selection ? static_cast<int64_t>(selection->shape(2)) : 0,
+                                    softmax_of(scale, softcap, sinks), static_cast<char*>(out.data()), threads);
+        },
+        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("page_table"), nb::arg("lengths"),
+        nb::arg("selection").none(), nb::arg("scale"), nb::arg("softcap"), nb::arg("sinks").none(),
+        nb::arg("out").noconvert(), nb::arg("threads"));
+
+    m.def(
+        "decode",
+        [](const std::string& isa, const LayerPages& pages, Tensor q, Indices page_table, Indices lengths,
+           Indices num_selected, float scale, float optimism, int group, int64_t sink_pages, int64_t recent_pages,
+           float softcap, std::optional<Floats> sinks, std::optional<Indices> pages_read,
+           std::optional<NewTokens> fresh, Tensor out, int threads) {
+            nb::gil_scoped_release release;
+            if (fresh) {
+                const auto& [slots, keys, values, sealed] = *fresh;
+                table_named(isa).append(pages.view(), static_cast<int64_t>(slots.size()), slots.data(),
+                                        static_cast<const char*>(keys.data()), static_cast<const char*>(values.data()),
+                                        threads);
+                table_named(isa).seal(pages.view(), static_cast<int64_t>(sealed.size()), sealed.data(), threads);
+            }
+            table_named(isa).decode(pages.view(), rows_of(q, page_table, lengths), num_selected.data(),
+                                    softmax_of(scale, softcap, sinks),
+                                    {optimism, static_cast<Group>(group), sink_pages, recent_pages},
+                                    static_cast<char*>(out.data()), pages_read ? pages_read->data() : nullptr, threads);
+        },
+        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("page_table"), nb::arg("lengths"),
+        nb::arg("num_selected"), nb::arg("scale"), nb::arg("optimism"), nb::arg("group"), nb::arg("sink_pages"),
+        nb::arg("recent_pages"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("pages_read").none().noconvert(),
+        nb::arg("fresh").none(), nb::arg("out").noconvert(), nb::arg("threads"));
+}

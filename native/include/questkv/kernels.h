@@ -1,0 +1,44 @@
+// The operators. Every function of a KernelTable is compiled once per instruction set; `kernels()` picks a table.
+#pragma once
+
+#include "questkv/types.h"
+
+namespace questkv {
+
+// A row's list of pages is read in parts of this many tokens, each with its own softmax, merged in order. The parts
+// depend on the list only, so a row's result depends neither on the batch nor on the threads.
+constexpr int64_t kPartTokens = 512;
+
+struct KernelTable {
+    const char* name;
+
+    // Write n tokens: keys, values [n, Hkv, D] to slots [n] (physical page * S + slot).
+    void (*append)(const Pages&, int64_t n, const int64_t* slots, const char* keys, const char* values, int threads);
+
+    // Write the boxes of n full pages. Reads S * D keys a page and head, writes 2 * D codes and a scale.
+    void (*seal)(const Pages&, int64_t n, const int64_t* page_ids, int threads);
+
+    // scores [R, H, P] float32, H = Hq under per_head, else Hkv; -inf behind a row's sealed pages.
+    void (*estimate)(const Pages&, const Rows&, float scale, const Scoring&, float* scores, int threads);
+
+    // selection [R, H, width] int64, -1 at the end; reads scores [R, H, P] of the first num_pages[r] pages.
+    void (*select)(const float* scores, int64_t rows, int64_t heads, int64_t pages, const int64_t* num_pages,
+                   const int64_t* num_selected, int64_t sink_pages, int64_t recent_pages, int64_t width,
+                   int64_t* selection, int threads);
+
+    // out [R, Hq, D] over selection [R, H, width] and the open page; selection null: over everything.
+    void (*attend)(const Pages&, const Rows&, const int64_t* selection, int64_t heads, int64_t width, const Softmax&,
+                   char* out, int threads);
+
+    // estimate, select and attend; num_selected [R], pages_read [R] or null.
+    void (*decode)(const Pages&, const Rows&, const int64_t* num_selected, const Softmax&, const Scoring&, char* out,
+                   int64_t* pages_read, int threads);
+};
+
+// The tables that this machine can run, best first; ends with a null name.
+const KernelTable* const* available_kernels();
+
+// The table that QUESTKV_ISA names, or the best one. Null if it names one that is not available.
+const KernelTable* kernels(const char* name);
+
+}  // namespace questkv

@@ -1,0 +1,252 @@
+// Attention of an item over a list of pages, part by part.
+#pragma once
+
+#include <type_traits>
+
+#include "items.h"
+
+namespace questkv::QUESTKV_ISA_NAME {
+
+// Softmax state of an item over a part of its list: m, l [heads], acc [heads, padded(D)] in pair order.
+struct Partial {
+    float *m, *l, *acc;
+};
+
+inline Partial partial_at(float* buffer, int64_t heads) { return {buffer, buffer + heads, buffer + 2 * heads}; }
+inline int64_t partial_size(int64_t heads, int64_t width) { return heads * (2 + width); }
+
+inline int64_t pages_a_part(const Pages& pages) { return most(1, kPartTokens / pages.page_size); }
+
+// Rows of the tokens of list entries [first, last) (a null list is the identity); the last entry of all is the open
+// page, which holds in_open tokens.
+struct List {
+    const int64_t* pages;
+    int64_t selected, in_open;  // sealed pages in the list, tokens of the open page
+    int64_t open;               // its logical page
+};
+
+template <class T>
+inline int64_t token_rows(const Pages& pages, int64_t kv_head, const int64_t* table, const List& list, int64_t first,
+                          int64_t last, const char** keys, const char** values) {
+    const int64_t row_bytes = pages.head_dim * static_cast<int64_t>(sizeof(T)), page_bytes = pages.page_bytes();
+    int64_t n = 0;
+    for (int64_t e = first; e < last; ++e) {
+        const bool open = e == list.selected;
+        const int64_t page = table[open ? list.open : list.pages ? list.pages[e] : e];
+        const Segment& segment = pages.segment_of(page);
+        const int64_t offset = (kv_head * segment.pages + page - segment.start) * page_bytes;
+        const int64_t tokens = open ? list.in_open : pages.page_size;
+        for (int64_t t = 0; t < tokens; ++t, ++n) {
+            keys[n] = segment.keys + offset + t * row_bytes;
+            values[n] = segment.values + offset + t * row_bytes;
+        }
+    }
+    return n;
+}
+
+// Scores to weights: logits = scale * scores (capped), m = their maximum, p = exp(logit - m), l = sum of p.
+inline void softmax_part(float* scores, int64_t n, const Softmax& softmax, float* m, float* l) {
+    const V scale = set1(softmax.scale);
+    V most = set1(-kInfinity);
+    for (int64_t i = 0; i < n; i += W) {
+        V s = load<V>(scores + i) * scale;
+        if (softmax.softcap > 0) s = softmax.softcap * tanh(s / softmax.softcap);
+        if (i + W > n)
+            for (int64_t j = n - i; j < W; ++j) s[j] = -kInfinity;
+        store(scores + i, s);
+        most = vmax(most, s);
+    }
+    float top = most[0];
+    for (int j = 1; j < W; ++j) top = most[j] > top ? most[j] : top;
+    const V reference = set1(top == -kInfinity ? 0.0f : top);
+    V total = {};
+    for (int64_t i = 0; i < n; i += W) {
+        const V p = exp(load<V>(scores + i) - reference);
+        store(scores + i, p);
+        total += p;
+    }
+    *m = top;
+    *l = sum(total);
+}
+
+struct Queries {
+    const float* floats;  // [heads, padded(D)] in pair order
+    const bf16* pairs;    // [heads, padded(D)] as they are, for the instruction set that multiplies bf16
+};
+
+template <class T>
+Queries arrange_queries(const Pages& pages, const Rows& rows, const Item& item, Workspace& w) {
+    const int64_t dim = pages.head_dim, width = padded(dim);
+    const T* q = reinterpret_cast<const T*>(rows.q) + (item.row * rows.heads + item.first_head) * dim;
+    Queries out{};
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, bf16>) {
+        bf16* pairs = w.query16.of(item.heads * width);
+        std::memset(pairs, 0, static_cast<size_t>(item.heads * width) * sizeof(bf16));
+        for (int64_t h = 0; h < item.heads; ++h)
+            std::memcpy(pairs + h * width, q + h * dim, static_cast<size_t>(dim) * sizeof(bf16));
+        out.pairs = pairs;
+        return out;
+    }
+#endif
+    float* floats = w.query.of(item.heads * width);
+    float* plain = w.lo.of(dim);
+    for (int64_t h = 0; h < item.heads; ++h) {
+        for (int64_t d = 0; d < dim; ++d) plain[d] = to_float(q[h * dim + d]);
+        arrange<T>(plain, dim, floats + h * width);
+    }
+    out.floats = floats;
+    return out;
+}
+
+template <class T>
+inline void attend_part(const Pages& pages, const Rows& rows, const Item& item, const Queries& q, const List& list,
+                        int64_t part, const Softmax& softmax, const Partial& out, Workspace& w) {
+    const int64_t dim = pages.head_dim, width = padded(dim), a_part = pages_a_part(pages);
+    const int64_t first = part * a_part, last = least(first + a_part, list.selected + 1);
+    const int64_t room = (last - first) * pages.page_size + W + kAhead;
+    const char** keys = w.key_rows.of(room);
+    const char** values = w.value_rows.of(room);
+    const int64_t n = token_rows<T>(pages, item.kv_head, rows.page_table + item.row * rows.table_width, list, first,
+                                    last, keys, values);
+    // What is read next is prefetched last: behind the keys the values, behind the values the next part's keys.
+    const int64_t end = least(last + (kAhead + pages.page_size - 1) / pages.page_size, list.selected + 1);
+    const char** next_keys = w.next_keys.of((end - last) * pages.page_size);
+    const char** next_values = w.next_values.of((end - last) * pages.page_size);
+    const int64_t n_next = token_rows<T>(pages, item.kv_head, rows.page_table + item.row * rows.table_width, list, last,
+                                         end, next_keys, next_values);
+    for (int64_t i = 0; i < W + kAhead; ++i) {
+        keys[n + i] = values[least(i, n - 1)];
+        values[n + i] = i < n_next ? next_keys[i] : values[n - 1];
+    }
+    const int64_t stride = (n + W - 1) / W * W;
+    float* scores = w.sums.of(item.heads * stride);
+    for (int64_t i = 0; i < n; i += W) {
+        const char* const* next = keys + i + kAhead;
+        const char* const* at = keys + i;
+        if (i + W > n)
+            for (int64_t j = n; j < i + W; ++j) keys[j] = keys[n - 1];
+        with_heads(item.heads, [&]<int H>(int64_t h) {
+#if defined(__AVX512BF16__)
+            if constexpr (std::is_same_v<T, bf16>) {
+                dot_rows_bf16<H>(at, dim, q.pairs + h * width, h ? nullptr : next, scores + h * stride + i, stride);
+                return;
+            }
+#endif
+            dot_rows<T, H>(at, dim, q.floats + h * width, h ? nullptr : next, scores + h * stride + i, stride);
+        });
+    }
+    for (int64_t h = 0; h < item.heads; ++h) softmax_part(scores + h * stride, n, softmax, out.m + h, out.l + h);
+    fill(out.acc, out.acc + item.heads * width, 0.0f);
+    for (int64_t i = 0; i < n; i += W) {
+        const char* const* next = values + i + kAhead;
+        const int count = static_cast<int>(least(W, n - i));
+        const char* const* at = values + i;
+        with_heads(item.heads, [&]<int H>(int64_t h) {
+            add_rows<T, H>(at, count, dim, scores + h * stride + i, stride, h ? nullptr : next, out.acc + h * width);
+        });
+    }
+}
+
+// Merge part into sum: the softmax over both.
+inline void merge(const Partial& sum, const Partial& part, int64_t heads, int64_t width) {
+    for (int64_t h = 0; h < heads; ++h) {
+        const float top = part.m[h] > sum.m[h] ? part.m[h] : sum.m[h];
+        const float a = sum.m[h] == -kInfinity ? 0.0f : std::exp(sum.m[h] - top);
+        const float b = part.m[h] == -kInfinity ? 0.0f : std::exp(part.m[h] - top);
+        sum.l[h] = sum.l[h] * a + part.l[h] * b;
+        for (int64_t d = 0; d < width; ++d)
+            sum.acc[h * width + d] = sum.acc[h * width + d] * a + part.acc[h * width + d] * b;
+        sum.m[h] = top;
+    }
+}
+
+template <class T>
+inline void write_out(const Pages& pages, const Rows& rows, const Item& item, const Partial& sum,
+                      const Softmax& softmax, char* out) {
+    const int64_t dim = pages.head_dim, width = padded(dim);
+    for (int64_t h = 0; h < item.heads; ++h) {
+        float share = 1.0f;
+        float total = sum.l[h];
+        if (softmax.sinks) {
+            const float sink = softmax.sinks[item.first_head + h];
+            const float top = sink > sum.m[h] ? sink : sum.m[h];
+            share = std::exp(sum.m[h] - top);
+            total = total * share + std::exp(sink - top);
+        }
+        T* row = reinterpret_cast<T*>(out) + (item.row * rows.heads + item.first_head + h) * dim;
+        for (int64_t c = 0; c < width; c += 2 * W)
+            for (int b = 0; b < 2; ++b)
+                for (int i = 0; i < W; ++i) {
+                    const int64_t d = c + channel<T>(i, b);
+                    if (d < dim) from_float(sum.acc[h * width + c + b * W + i] * share / total, row + d);
+                }
+    }
+}
+
+inline int64_t parts_of(const Pages& pages, const List& list) {
+    const int64_t a_part = pages_a_part(pages);
+    return (list.selected + 1 + a_part - 1) / a_part;
+}
+
+template <class T>
+inline void attend_item(const Pages& pages, const Rows& rows, const Item& item, const List& list,
+                        const Softmax& softmax, char* out) {
+    Workspace& w = workspace();
+    const int64_t width = padded(pages.head_dim), size = partial_size(item.heads, width);
+    const Queries q = arrange_queries<T>(pages, rows, item, w);
+    float* buffer = w.partial.of(2 * size);
+    const Partial sum = partial_at(buffer, item.heads), part = partial_at(buffer + size, item.heads);
+    attend_part<T>(pages, rows, item, q, list, 0, softmax, sum, w);
+    for (int64_t p = 1; p < parts_of(pages, list); ++p) {
+        attend_part<T>(pages, rows, item, q, list, p, softmax, part, w);
+        merge(sum, part, item.heads, width);
+    }
+    write_out<T>(pages, rows, item, sum, softmax, out);
+}
+
+// Attend items whose lists are known. Few items: their parts are spread over the threads and merged afterwards.
+template <class T, class ListOf>
+inline void attend_items(const Pages& pages, const Rows& rows, int64_t lists, const ListOf& list_of,
+                         const Softmax& softmax, char* out, int threads) {
+    const int64_t items = rows.count * lists;
+    if (threads <= 1 || items >= 4 * threads) {
+        run_units(threads, items, [&](int64_t i) {
+            const Item item = item_of(i, pages, rows, lists);
+            attend_item<T>(pages, rows, item, list_of(i), softmax, out);
+        });
+        return;
+    }
+    // Parts of item i are the units from start[i] on; owner[unit] is the item.
+    static thread_local Buffer<int64_t> starts, owners;
+    int64_t* start = starts.of(items + 1);
+    start[0] = 0;
+    for (int64_t i = 0; i < items; ++i) start[i + 1] = start[i] + parts_of(pages, list_of(i));
+    int64_t* owner = owners.of(start[items]);
+    for (int64_t i = 0; i < items; ++i) fill(owner + start[i], owner + start[i + 1], i);
+    const int64_t heads = item_of(0, pages, rows, lists).heads, width = padded(pages.head_dim);
+    const int64_t size = partial_size(heads, width);
+    static thread_local Buffer<float> partials;
+    float* buffer = partials.of(start[items] * size);
+    run_units(threads, start[items], [&](int64_t unit) {
+        const int64_t i = owner[unit];
+        const Item item = item_of(i, pages, rows, lists);
+        Workspace& w = workspace();
+        const Queries q = arrange_queries<T>(pages, rows, item, w);
+        attend_part<T>(pages, rows, item, q, list_of(i), unit - start[i], softmax,
+                       partial_at(buffer + unit * size, heads), w);
+    });
+    for (int64_t i = 0; i < items; ++i) {
+        const Partial sum = partial_at(buffer + start[i] * size, heads);
+        for (int64_t p = start[i] + 1; p < start[i + 1]; ++p)
+            merge(sum, partial_at(buffer + p * size, heads), heads, width);
+        write_out<T>(pages, rows, item_of(i, pages, rows, lists), sum, softmax, out);
+    }
+}
+
+inline List everything(const Pages& pages, const Rows& rows, int64_t row) {
+    const int64_t sealed = sealed_pages(pages, rows, row);
+    return {nullptr, sealed, rows.lengths[row] - sealed * pages.page_size, sealed};
+}
+
+}  // namespace questkv::QUESTKV_ISA_NAME

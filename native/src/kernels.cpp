@@ -1,0 +1,160 @@
+// Every operator, compiled once per instruction set: QUESTKV_ISA_NAME and the flags differ, the source does not.
+#include "questkv/kernels.h"
+
+#include "attend.h"
+#include "estimate.h"
+#include "seal.h"
+#include "select.h"
+
+namespace questkv::QUESTKV_ISA_NAME {
+namespace {
+
+template <class F>
+void with_dtype(DType dtype, F&& f) {
+    if (dtype == DType::f32) f.template operator()<float>();
+    else if (dtype == DType::bf16) f.template operator()<bf16>();
+    else f.template operator()<f16>();
+}
+
+void append(const Pages& pages, int64_t n, const int64_t* slots, const char* keys, const char* values, int threads) {
+    const int64_t bytes = pages.head_dim * size_of(pages.dtype);
+    const int64_t block = 64;
+    run_units(n * pages.kv_heads * bytes < 1 << 18 ? 1 : threads, (n + block - 1) / block, [&](int64_t unit) {
+        for (int64_t t = unit * block; t < least(n, (unit + 1) * block); ++t) {
+            const int64_t page = slots[t] / pages.page_size, slot = slots[t] % pages.page_size;
+            const Segment& segment = pages.segment_of(page);
+            for (int64_t h = 0; h < pages.kv_heads; ++h) {
+                const int64_t to = ((h * segment.pages + page - segment.start) * pages.page_size + slot) * bytes;
+                const int64_t from = (t * pages.kv_heads + h) * bytes;
+                std::memcpy(segment.keys + to, keys + from, static_cast<size_t>(bytes));
+                std::memcpy(segment.values + to, values + from, static_cast<size_t>(bytes));
+            }
+        }
+    });
+}
+
+void seal(const Pages& pages, int64_t n, const int64_t* page_ids, int threads) {
+    with_dtype(pages.dtype, [&]<class T>() {
+        run_units(n * pages.kv_heads < 64 ? 1 : threads, n, [&](int64_t i) {
+            Workspace& w = workspace();
+            float* lo = w.lo.of(pages.head_dim);
+            float* hi = w.hi.of(pages.head_dim);
+            const Segment& segment = pages.segment_of(page_ids[i]);
+            for (int64_t h = 0; h < pages.kv_heads; ++h) {
+                const int64_t at = h * segment.pages + page_ids[i] - segment.start;
+                seal_page(reinterpret_cast<const T*>(segment.keys + at * pages.page_bytes()), pages.page_size,
+                          pages.head_dim, lo, hi, segment.boxes + at * pages.box_bytes(),
+                          segment.scales ? segment.scales + at : nullptr);
+            }
+        });
+    });
+}
+
+void estimate(const Pages& pages, const Rows& rows, float scale, const Scoring& scoring, float* scores, int threads) {
+    const int64_t lists = scoring.group == Group::per_head ? rows.heads : pages.kv_heads;
+    with_dtype(pages.dtype, [&]<class T>() {
+        run_units(threads, rows.count * lists, [&](int64_t i) {
+            const Item item = item_of(i, pages, rows, lists);
+            const int64_t sealed = sealed_pages(pages, rows, item.row);
+            float* row = scores + i * rows.table_width;
+            if (sealed) estimate_item<T>(pages, rows, item, scale, scoring, sealed, row);
+            fill(row + sealed, row + rows.table_width, -kInfinity);
+        });
+    });
+}
+
+void select(const float* scores, int64_t rows, int64_t heads, int64_t pages, const int64_t* num_pages,
+            const int64_t* num_selected, int64_t sink_pages, int64_t recent_pages, int64_t width, int64_t* selection,
+            int threads) {
+    run_units(threads, rows * heads, [&](int64_t i) {
+        const int64_t row = i / heads;
+        int64_t* list = selection + i * width;
+        const int64_t chosen = select_pages(scores + i * pages, num_pages[row], num_selected[row], sink_pages,
+                                            recent_pages, workspace().keys.of(pages), list);
+        fill(list + chosen, list + width, int64_t{-1});
+    });
+}
+
+void attend(const Pages& pages, const Rows& rows, const int64_t* selection, int64_t heads, int64_t width,
+            const Softmax& softmax, char* out, int threads) {
+    with_dtype(pages.dtype, [&]<class T>() {
+        attend_items<T>(
+            pages, rows, heads,
+            [&](int64_t i) {
+                List list = everything(pages, rows, i / heads);
+                if (selection) {
+                    list.pages = selection + i * width;
+                    list.selected = 0;
+                    while (list.selected < width && list.pages[list.selected] >= 0) ++list.selected;
+                }
+                return list;
+            },
+            softmax, out, threads);
+    });
+}
+
+// Pages that a row's lists hold, those that several heads of a group share counted once, open pages included.
+int64_t count_read(const Pages& pages, const Rows& rows, const List* lists, int64_t row, int64_t a_row) {
+    const int64_t group = a_row / pages.kv_heads;
+    int64_t read = 0;
+    static thread_local Buffer<char> flags;
+    for (int64_t head = 0; head < pages.kv_heads; ++head) {
+        const List* first = lists + row * a_row + head * group;
+        if (group == 1 || !first->pages) {
+            read += first->selected + 1;
+            continue;
+        }
+        const int64_t sealed = sealed_pages(pages, rows, row);
+        char* seen = flags.of(sealed);
+        fill(seen, seen + sealed, char{0});
+        for (int64_t h = 0; h < group; ++h)
+            for (int64_t e = 0; e < first[h].selected; ++e) {
+                read += !seen[first[h].pages[e]];
+                seen[first[h].pages[e]] = 1;
+            }
+        ++read;
+    }
+    return read;
+}
+
+void decode(const Pages& pages, const Rows& rows, const int64_t* num_selected, const Softmax& softmax,
+            const Scoring& scoring, char* out, int64_t* pages_read, int threads) {
+    const int64_t lists = scoring.group == Group::per_head ? rows.heads : pages.kv_heads, items = rows.count * lists;
+    int64_t width = 0;
+    for (int64_t r = 0; r < rows.count; ++r)
+        if (num_selected[r] < sealed_pages(pages, rows, r)) width = most(width, num_selected[r]);
+    static thread_local Buffer<int64_t> chosen;
+    static thread_local Buffer<List> found;
+    int64_t* selection = chosen.of(items * width);
+    List* all = found.of(items);
+    with_dtype(pages.dtype, [&]<class T>() {
+        const bool fused = threads <= 1 || items >= 4 * threads;
+        // One (row, KV head) after another: its scores and its list stay in the cache until they are used.
+        run_units(threads, items, [&](int64_t i) {
+            const Item item = item_of(i, pages, rows, lists);
+            List list = everything(pages, rows, item.row);
+            if (num_selected[item.row] < list.selected) {
+                Workspace& w = workspace();
+                const int64_t sealed = list.selected;
+                static thread_local Buffer<float> of_item;
+                float* scores = of_item.of(sealed);
+                estimate_item<T>(pages, rows, item, softmax.scale, scoring, sealed, scores);
+                list.pages = selection + i * width;
+                list.selected = select_pages(scores, sealed, num_selected[item.row], scoring.sink_pages,
+                                             scoring.recent_pages, w.keys.of(sealed), selection + i * width);
+            }
+            all[i] = list;
+            if (fused) attend_item<T>(pages, rows, item, list, softmax, out);
+        });
+        if (!fused) attend_items<T>(pages, rows, lists, [&](int64_t i) { return all[i]; }, softmax, out, threads);
+    });
+    if (pages_read)
+        for (int64_t r = 0; r < rows.count; ++r) pages_read[r] = count_read(pages, rows, all, r, lists);
+}
+
+}  // namespace
+
+extern const KernelTable table;
+const KernelTable table = {QUESTKV_ISA_TEXT, append, seal, estimate, select, attend, decode};
+
+}  // namespace questkv::QUESTKV_ISA_NAME

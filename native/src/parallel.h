@@ -1,0 +1,11 @@
+// Running units of work on threads: torch's own OpenMP pool where there is one, else a pool of our own.
+#pragma once
+
+#include <cstdint>
+
+namespace questkv {
+
+// Call call(context, unit) for 0 <= unit < units on up to `threads` threads, each taking the next unit when it is free.
+void parallel_for(int threads, int64_t units, void (*call)(void*, int64_t), void* context);
+
+}  // namespace questkv

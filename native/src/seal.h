@@ -1,0 +1,55 @@
+// Boxes: the lowest and highest value of every key channel of a page.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "simd.h"
+
+namespace questkv::QUESTKV_ISA_NAME {
+
+// Write one page's box in one KV head. Int8 codes are rounded outward in float64, where code * scale is exact.
+//   keys: [S, D]. lo, hi: scratch of [D]. boxes: [2, D]. scale: null for boxes in the keys' type.
+template <class T>
+void seal_page(const T* keys, int64_t page_size, int64_t head_dim, float* lo, float* hi, void* boxes, float* scale) {
+    bool hidden = false;
+    for (int64_t d = 0; d < head_dim; ++d) lo[d] = hi[d] = to_float(keys[d]);
+    for (int64_t t = 0; t < page_size; ++t)
+        for (int64_t d = 0; d < head_dim; ++d) {
+            const float k = to_float(keys[t * head_dim + d]);
+            lo[d] = k < lo[d] ? k : lo[d];
+            hi[d] = k > hi[d] ? k : hi[d];
+            hidden |= !(std::fabs(k) <= std::numeric_limits<float>::max());
+        }
+    constexpr float infinity = std::numeric_limits<float>::infinity();
+    if (!scale) {
+        T* out = static_cast<T*>(boxes);
+        for (int64_t d = 0; d < head_dim; ++d) {
+            from_float(hidden ? -infinity : lo[d], out + d);
+            from_float(hidden ? infinity : hi[d], out + head_dim + d);
+        }
+        return;
+    }
+    int8_t* codes = static_cast<int8_t*>(boxes);
+    if (hidden) {
+        std::memset(codes, 0, static_cast<size_t>(2 * head_dim));
+        *scale = infinity;
+        return;
+    }
+    double largest = 0;
+    for (int64_t d = 0; d < head_dim; ++d)
+        largest = std::fmax(largest, std::fmax(std::fabs(double{lo[d]}), std::fabs(double{hi[d]})));
+    // 127 * scale must reach the largest value although the division rounds; a scale is never subnormal.
+    const float s = std::fmax(static_cast<float>(largest / 127 * (1 + 0x1p-22)), std::numeric_limits<float>::min());
+    const double step = s;
+    for (int64_t d = 0; d < head_dim; ++d) {
+        double code_lo = std::floor(lo[d] / step), code_hi = std::ceil(hi[d] / step);
+        code_lo -= code_lo * step > lo[d];
+        code_hi += code_hi * step < hi[d];
+        codes[d] = static_cast<int8_t>(code_lo);
+        codes[head_dim + d] = static_cast<int8_t>(code_hi);
+    }
+    *scale = s;
+}
+
+}  // namespace questkv::QUESTKV_ISA_NAME

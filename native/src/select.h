@@ -1,0 +1,63 @@
+// The K pages of highest score, by bisection on the scores' bits: each step is one pass of vector comparisons.
+#pragma once
+
+#include <limits>
+
+#include "simd.h"
+
+namespace questkv::QUESTKV_ISA_NAME {
+
+// Order-preserving bits of a score; a NaN counts as +inf, and -0 as +0.
+inline uint32_t sortable(float score) {
+    if (score != score) score = std::numeric_limits<float>::infinity();
+    const uint32_t bits = bit_cast<uint32_t>(score + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+inline int64_t count_at_least(const uint32_t* keys, int64_t n, uint32_t threshold) {
+    uint32_t count = 0;
+    for (int64_t i = 0; i < n; ++i) count += keys[i] >= threshold;
+    return count;
+}
+
+// Write the selected logical pages, ascending, to list; returns their number, min(pages, wanted).
+//   scores: [pages]. keys: scratch of [pages].
+inline int64_t select_pages(const float* scores, int64_t pages, int64_t wanted, int64_t sink, int64_t recent,
+                            uint32_t* keys, int64_t* list) {
+    if (wanted >= pages) {
+        for (int64_t p = 0; p < pages; ++p) list[p] = p;
+        return pages;
+    }
+    const int64_t first = sink, last = pages - recent, best = wanted - sink - recent, n = last - first;
+    for (int64_t i = 0; i < n; ++i) keys[i] = sortable(scores[first + i]);
+    // The highest threshold that at least `best` keys reach.
+    uint32_t low = 0, high = 0xffffffffu;
+    int64_t reaching_low = n;
+    while (low < high && reaching_low > best) {
+        const uint32_t middle = low + (high - low) / 2 + 1;
+        const int64_t reaching = count_at_least(keys, n, middle);
+        if (reaching >= best) {
+            low = middle;
+            reaching_low = reaching;
+        } else {
+            high = middle - 1;
+        }
+    }
+    // Of the keys at the threshold itself, the lower pages win; where too many reach it, that is the only tie.
+    int64_t ties = best;
+    if (reaching_low > best)
+        for (int64_t i = 0; i < n; ++i) ties -= keys[i] > low;
+    int64_t out = 0;
+    for (int64_t p = 0; p < sink; ++p) list[out++] = p;
+    const int64_t end = out + best;
+    for (int64_t i = 0; i < n && out < end; ++i) {
+        const bool above = keys[i] > low, tie = keys[i] == low && ties > 0;
+        ties -= tie;
+        list[out] = first + i;
+        out += above || tie;
+    }
+    for (int64_t p = last; p < pages; ++p) list[out++] = p;
+    return out;
+}
+
+}  // namespace questkv::QUESTKV_ISA_NAME

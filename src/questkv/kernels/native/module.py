@@ -1,0 +1,50 @@
+"""Finding the compiled module, and the instruction set that it is to use."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+from types import ModuleType
+
+from questkv.errors import MissingPackageError
+
+_NAME = "questkv.kernels.native._native"
+
+
+def is_built() -> bool:
+    """Whether this installation has the compiled module."""
+    return importlib.util.find_spec(_NAME) is not None
+
+
+@cache
+def load() -> ModuleType:
+    """The compiled module.
+
+    Raises:
+        MissingPackageError: It was not built; the message says how.
+    """
+    if not is_built():
+        raise MissingPackageError(
+            "[native] backend: expected the compiled module, got an installation without it; install a C++ compiler "
+            "and run: pip install --force-reinstall --no-deps questkv"
+        )
+    return importlib.import_module(_NAME)
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Instruction sets that this machine can run, best first."""
+    return tuple(load().instruction_sets())
+
+
+def instruction_set() -> str:
+    """The one in use: ``QUESTKV_ISA``, else the best.
+
+    Raises:
+        ValueError: ``QUESTKV_ISA`` names one that this machine can't run.
+    """
+    names = instruction_sets()
+    name = os.environ.get("QUESTKV_ISA") or names[0]
+    if name not in names:
+        raise ValueError(f"[native] QUESTKV_ISA: expected one of {', '.join(names)}, got {name}")
+    return name

@@ -1,0 +1,173 @@
+"""The operators, as calls into the compiled module. Arguments have been validated by questkv.kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from questkv.kernels.native.module import instruction_set, load
+from questkv.kernels.types import NewTokens, Pages
+
+_GROUPS = {"mean": 0, "softmax_mean": 1, "per_head": 2}
+_layers: WeakKeyDictionary[Pages, Any] = WeakKeyDictionary()
+
+
+def append(pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """As `kernels.append`."""
+    load().append(
+        instruction_set(), _layer(pages), slots, keys.contiguous(), values.contiguous(), torch.get_num_threads()
+    )
+
+
+def seal(pages: Pages, page_ids: torch.Tensor) -> None:
+    """As `kernels.seal`."""
+    load().seal(instruction_set(), _layer(pages), page_ids.contiguous(), torch.get_num_threads())
+
+
+def estimate(
+    q: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    optimism: float,
+    group: str,
+) -> torch.Tensor:
+    """As `kernels.estimate`."""
+    heads = q.shape[1] if group == "per_head" else pages.num_kv_heads
+    scores = q.new_empty((q.shape[0], heads, page_table.shape[1]), dtype=torch.float32)
+    load().estimate(
+        instruction_set(),
+        _layer(pages),
+        q.contiguous(),
+        page_table.contiguous(),
+        lengths.contiguous(),
+        scale,
+        optimism,
+        _GROUPS[group],
+        scores,
+        torch.get_num_threads(),
+    )
+    return scores
+
+
+def select(
+    scores: torch.Tensor, num_pages: torch.Tensor, num_selected: torch.Tensor, sink_pages: int, recent_pages: int
+) -> torch.Tensor:
+    """As `kernels.select`."""
+    width = int(torch.minimum(num_pages, num_selected).max()) if len(scores) else 0
+    selection = scores.new_empty((*scores.shape[:2], width), dtype=torch.int64)
+    load().select(
+        instruction_set(),
+        scores.contiguous(),
+        num_pages.contiguous(),
+        num_selected.contiguous(),
+        sink_pages,
+        recent_pages,
+        selection,
+        torch.get_num_threads(),
+    )
+    return selection
+
+
+def attend(
+    q: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    selection: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `kernels.attend`; without a selection, over everything."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    load().attend(
+        instruction_set(),
+        _layer(pages),
+        q.contiguous(),
+        page_table.contiguous(),
+        lengths.contiguous(),
+        None if selection is None else selection.contiguous(),
+        scale,
+        softcap or 0.0,
+        _sinks(sinks),
+        out,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def dense(
+    q: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `kernels.dense`."""
+    return attend(q, pages, page_table, lengths, None, scale, softcap, sinks)
+
+
+def decode(
+    q: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    num_selected: torch.Tensor,
+    scale: float,
+    optimism: float,
+    group: str,
+    sink_pages: int,
+    recent_pages: int,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    pages_read: torch.Tensor | None,
+    new: NewTokens | None,
+) -> torch.Tensor:
+    """As `kernels.decode`: estimate, select and attend for one (row, KV head) after another, in one call."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    counts = None if pages_read is None else pages_read.contiguous()
+    load().decode(
+        instruction_set(),
+        _layer(pages),
+        q.contiguous(),
+        page_table.contiguous(),
+        lengths.contiguous(),
+        num_selected.contiguous(),
+        scale,
+        optimism,
+        _GROUPS[group],
+        sink_pages,
+        recent_pages,
+        softcap or 0.0,
+        _sinks(sinks),
+        counts,
+        None if new is None else (new.slots, new.keys.contiguous(), new.values.contiguous(), new.sealed),
+        out,
+        torch.get_num_threads(),
+    )
+    if pages_read is not None and counts is not None and counts is not pages_read:
+        pages_read.copy_(counts)
+    return out
+
+
+def _layer(pages: Pages) -> Any:
+    """The compiled view of a layer's pages, made once for as long as the pages live."""
+    layer = _layers.get(pages)
+    if layer is None:
+        layer = _layers[pages] = load().LayerPages(
+            [segment.keys for segment in pages.segments],
+            [segment.values for segment in pages.segments],
+            [segment.boxes for segment in pages.segments],
+            [segment.scales for segment in pages.segments],
+        )
+    return layer
+
+
+def _sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
+    return None if sinks is None else sinks.detach().float().contiguous()
