@@ -9,6 +9,7 @@ import typer
 
 from questkv import __version__
 from questkv.cli.ask import ask
+from questkv.cli.bench import app as bench
 from questkv.cli.chat import chat
 from questkv.cli.failures import INTERRUPTED
 from questkv.cli.info import info
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(ask)
 app.command()(chat)
 app.command()(info)
+app.add_typer(bench)
 
 
 def _version(wanted: bool) -> None:

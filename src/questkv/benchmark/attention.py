@@ -1,0 +1,277 @@
+"""One decode step of one layer: ours sparse and dense, and others, timed in turn after a check that they agree."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from questkv import kernels
+from questkv.benchmark import peers
+from questkv.benchmark.layers import Layer, make_layers
+from questkv.benchmark.shapes import Shape
+from questkv.config import QuestConfig
+from questkv.errors import QuestKVError
+
+SPARSE, DENSE = "questkv-sparse", "questkv-dense"
+PARTS = ("estimate", "select", "attend")
+
+
+class DisagreementError(QuestKVError, ArithmeticError):
+    """A result differs from float64 by more than its dtype explains; no time is reported then."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation at one context.
+
+    Attributes:
+        name: The implementation; ours are questkv-sparse, its parts, and questkv-dense.
+        context: Tokens of every sequence.
+        budget: Tokens that a step may read.
+        median_ms: Of all timed steps.
+        min_ms: Of all timed steps.
+        gb_per_s: Bytes that the step must read, over the median.
+        max_error: Largest difference from float64, of what the implementation is to compute.
+    """
+
+    name: str
+    context: int
+    budget: int
+    median_ms: float
+    min_ms: float
+    gb_per_s: float
+    max_error: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to time: a step, the bytes it must read, and its error."""
+
+    name: str
+    step: Callable[[torch.Tensor, Layer], object]
+    read_bytes: int
+    max_error: float = 0.0
+
+
+class Attention:
+    """The benchmark at one context.
+
+    Args:
+        shape: The layer's shape.
+        config: Budget, page size, optimism, group and backend.
+        context: Tokens of every sequence, a multiple of the page size.
+        with_flex: Whether to time flex_attention, whose compilation takes long.
+    """
+
+    def __init__(self, shape: Shape, config: QuestConfig, context: int, *, with_flex: bool = False) -> None:
+        self.shape, self.config, self.context = shape, config, context
+        self.scale = shape.head_dim**-0.5
+        self.budget = config.budget_at(context)
+        pages = context // config.page_size
+        sealed = pages - 1
+        self.selected = min(config.pages_at(context), sealed)
+        read_tokens = (self.selected + 1) * config.page_size
+        self.sparse_bytes = shape.box_bytes(config, sealed) + shape.kv_bytes(read_tokens)
+        self.layers = make_layers(shape, config, context, self.sparse_bytes)
+        self.page_table = torch.arange(shape.batch * pages).view(shape.batch, pages)
+        self.lengths = torch.full((shape.batch,), context)
+        self.with_flex = with_flex
+
+    def query(self) -> torch.Tensor:
+        """A fresh query, [B, Hq, D]."""
+        return torch.randn(self.shape.batch, self.shape.heads, self.shape.head_dim).to(self.shape.torch_dtype)
+
+    def decode(self, query: torch.Tensor, layer: Layer, selected: int) -> torch.Tensor:
+        """Our decode step with `selected` pages."""
+        return kernels.decode(
+            query,
+            layer.pages,
+            self.page_table,
+            self.lengths,
+            torch.full_like(self.lengths, selected),
+            scale=self.scale,
+            optimism=self.config.optimism,
+            group=self.config.group,
+            sink_pages=self.config.sink_pages,
+            recent_pages=self.config.recent_pages,
+            backend=self.config.backend,
+        )
+
+    def estimate(self, query: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """Our scores."""
+        return kernels.estimate(
+            query,
+            layer.pages,
+            self.page_table,
+            self.lengths,
+            scale=self.scale,
+            optimism=self.config.optimism,
+            group=self.config.group,
+            backend=self.config.backend,
+        )
+
+    def select(self, scores: torch.Tensor) -> torch.Tensor:
+        """Our selection."""
+        return kernels.select(
+            scores,
+            (self.lengths - 1) // self.config.page_size,
+            torch.full_like(self.lengths, self.selected),
+            sink_pages=self.config.sink_pages,
+            recent_pages=self.config.recent_pages,
+            backend=self.config.backend,
+        )
+
+    def attend(self, query: torch.Tensor, layer: Layer, selection: torch.Tensor) -> torch.Tensor:
+        """Our attention over a selection."""
+        return kernels.attend(
+            query,
+            layer.pages,
+            self.page_table,
+            self.lengths,
+            selection,
+            scale=self.scale,
+            backend=self.config.backend,
+        )
+
+    def candidates(self) -> list[Candidate]:
+        """Everything that is timed, checked against float64 first.
+
+        Raises:
+            DisagreementError: A result is wrong.
+        """
+        layer, query = self.layers[0], self.query()
+        all_pages = self.context // self.config.page_size
+        selection = self.select(self.estimate(query, layer))
+        everything = exact(query, layer, self.scale)
+        chosen = exact(query, layer, self.scale, token_mask(selection, self.context, self.config.page_size, query))
+        dense_bytes = self.shape.kv_bytes(self.context)
+        listed = [
+            Candidate(SPARSE, lambda q, x: self.decode(q, x, self.selected), self.sparse_bytes),
+            Candidate(DENSE, lambda q, x: self.decode(q, x, all_pages), dense_bytes),
+        ]
+        for name, step in peers.available(self.shape.torch_dtype, with_flex=self.with_flex).items():
+            width = 2 if name.endswith("float32") and self.shape.torch_dtype != torch.float32 else 1
+            listed.append(Candidate(name, step, dense_bytes * width))
+        checked = []
+        for candidate in listed:
+            expected = chosen if candidate.name == SPARSE else everything
+            checked.append(
+                Candidate(
+                    candidate.name,
+                    candidate.step,
+                    candidate.read_bytes,
+                    check(candidate.name, candidate.step(query, layer), expected, self.shape.torch_dtype),
+                )
+            )
+        boxes = self.shape.box_bytes(self.config, all_pages - 1)
+        scores = self.estimate(query, layer)
+        parts = [
+            Candidate("estimate", self.estimate, boxes),
+            Candidate("select", lambda q, x: self.select(scores), scores.numel() * 4),
+            Candidate("attend", lambda q, x: self.attend(q, x, selection), self.sparse_bytes - boxes),
+        ]
+        return checked + parts
+
+    def measure(self, seconds: float, progress: Callable[[float], None]) -> list[Row]:
+        """Time every candidate in turn until each has had its share of `seconds`, or five steps."""
+        candidates = [*self.candidates(), read_candidate()]
+        times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+        share = seconds / len(candidates)
+        for candidate in candidates:
+            candidate.step(self.query(), self.layers[-1])
+        turn = 0
+        waiting = candidates
+        while waiting:
+            for candidate in waiting:
+                query, layer = self.query(), self.layers[turn % len(self.layers)]
+                start = time.perf_counter()
+                candidate.step(query, layer)
+                times[candidate.name].append(time.perf_counter() - start)
+            turn += 1
+            waiting = [c for c in waiting if len(times[c.name]) < 5 or sum(times[c.name]) < share]
+            progress(sum(min(sum(spent), share) for spent in times.values()) / seconds)
+        return [self._row(candidate, times[candidate.name]) for candidate in candidates]
+
+    def _row(self, candidate: Candidate, spent: list[float]) -> Row:
+        median = statistics.median(spent)
+        return Row(
+            candidate.name,
+            self.context,
+            self.budget,
+            median * 1e3,
+            min(spent) * 1e3,
+            candidate.read_bytes / median / 1e9,
+            candidate.max_error,
+        )
+
+
+def exact(query: torch.Tensor, layer: Layer, scale: float, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention in float64, head by head; mask [B, Hq, context] True where a head reads a token."""
+    batch, heads, _ = query.shape
+    group = heads // layer.keys.shape[1]
+    out = torch.empty(query.shape, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            logits = layer.keys[b, h // group].double() @ query[b, h].double() * scale
+            if mask is not None:
+                logits = logits.masked_fill(~mask[b, h], -torch.inf)
+            out[b, h] = logits.softmax(dim=0) @ layer.values[b, h // group].double()
+    return out
+
+
+def token_mask(selection: torch.Tensor, context: int, page_size: int, query: torch.Tensor) -> torch.Tensor:
+    """[B, Hq, context] bool: tokens of the selected pages and of the last page."""
+    pages = torch.zeros(*selection.shape[:2], context // page_size, dtype=torch.bool)
+    pages.scatter_(2, selection, True)
+    pages[:, :, -1] = True
+    tokens = pages.repeat_interleave(page_size, dim=2)
+    return tokens.repeat_interleave(query.shape[1] // tokens.shape[1], dim=1)
+
+
+def check(name: str, result: object, expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """The largest difference from float64.
+
+    Ours accumulate in float32 and round once, so a unit of roundoff of the output is allowed, and 2e-5 for the sums.
+    Others round scores and weights to the dtype as well: four units of roundoff of values near 1.
+
+    Raises:
+        DisagreementError: It is larger.
+    """
+    assert isinstance(result, torch.Tensor)
+    error = float((result.double() - expected).abs().max())
+    unit = torch.finfo(dtype).eps
+    allowed = 2e-5 + unit * (float(expected.abs().max()) if name in (SPARSE, DENSE) else 4.0)
+    if not error <= allowed:
+        raise DisagreementError(f"[bench] {name}: expected float64's output within {allowed:.1e}, got {error:.1e} off")
+    return error
+
+
+def read_candidate() -> Candidate:
+    """A plain sum over a buffer that no cache holds: what the memory gives."""
+    buffer = torch.ones(128 * 2**20)
+    return Candidate("memory-read", lambda q, x: buffer.sum(), buffer.numel() * 4)
+
+
+def summarise(rows: list[Row]) -> Iterator[dict[str, Any]]:
+    """Per context: our sparse step over our dense one and the best other, and our dense step's share of bandwidth."""
+    for context in dict.fromkeys(row.context for row in rows):
+        by_name = {row.name: row for row in rows if row.context == context}
+        ours = (SPARSE, DENSE, *PARTS, "memory-read")
+        best = min((row for name, row in by_name.items() if name not in ours), key=lambda row: row.median_ms)
+        yield {
+            "context": context,
+            "best_peer": best.name,
+            "speedup_over_dense": by_name[DENSE].median_ms / by_name[SPARSE].median_ms,
+            "speedup_over_best_peer": best.median_ms / by_name[SPARSE].median_ms,
+            "bandwidth_share": by_name[DENSE].gb_per_s / by_name["memory-read"].gb_per_s,
+        }
+
+
+def as_json(rows: list[Row]) -> list[dict[str, Any]]:
+    """Rows as plain values."""
+    return [asdict(row) for row in rows]

@@ -1,0 +1,101 @@
+"""Tables, JSON and figures of a benchmark."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.table import Table
+
+from questkv import __version__
+from questkv.benchmark.attention import DENSE, PARTS, SPARSE, Row
+from questkv.errors import MissingPackageError
+from questkv.kernels import available_backends, native
+
+
+def environment(backend: str) -> dict[str, Any]:
+    """What a figure depends on besides the code."""
+    used = available_backends()[0] if backend == "auto" else backend
+    return {
+        "questkv": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "backend": used,
+        "instruction_set": native.instruction_set() if used == "native" else None,
+    }
+
+
+def cpu_name() -> str:
+    """The processor's own name, where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def attention_table(rows: Sequence[Row], title: str) -> Table:
+    """One line per implementation and context."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("context", justify="right")
+    table.add_column("implementation")
+    for heading in ("median ms", "min ms", "GB/s", "sparse is faster by", "max error"):
+        table.add_column(heading, justify="right")
+    for context in dict.fromkeys(row.context for row in rows):
+        here = [row for row in rows if row.context == context]
+        sparse = next(row for row in here if row.name == SPARSE)
+        for row in here:
+            part, read = row.name in PARTS, row.name == "memory-read"
+            table.add_row(
+                f"{row.context:,}" if row is here[0] else "",
+                f"  {row.name}" if part else row.name,
+                f"{row.median_ms:.3f}",
+                f"{row.min_ms:.3f}",
+                f"{row.gb_per_s:.1f}",
+                "" if part or read or row is sparse else f"{row.median_ms / sparse.median_ms:.2f}x",
+                "" if part or read else f"{row.max_error:.1e}",
+            )
+        table.add_section()
+    return table
+
+
+def plot_attention(rows: Sequence[Row], path: str, title: str) -> None:
+    """Time over context, and our sparse step's gain: the form of the paper's figures 8 and 9.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingPackageError("[bench] --plot: expected matplotlib; install it: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    names = [row.name for row in rows if row.name not in (*PARTS, "memory-read")]
+    sparse = {row.context: row.median_ms for row in rows if row.name == SPARSE}
+    for name in dict.fromkeys(names):
+        line = [(row.context, row.median_ms) for row in rows if row.name == name]
+        style = {SPARSE: "o-", DENSE: "s-"}.get(name, "x--")
+        left.plot(*zip(*line, strict=True), style, label=name)
+        if name != SPARSE:
+            right.plot([c for c, _ in line], [ms / sparse[c] for c, ms in line], style, label=name)
+    left.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="ms per step and layer", title=title)
+    right.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="questkv-sparse is faster by")
+    for axes in (left, right):
+        axes.set_xticks(list(sparse), [f"{c // 1024}K" for c in sparse])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,72 @@
+"""`questkv bench attention`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from questkv.cli.app import app
+
+SMALL = [
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--head-dim",
+    "16",
+    "--context",
+    "512",
+    "--budget",
+    "160",
+    "--seconds",
+    "0.1",
+]
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["bench", "attention", *SMALL, *arguments])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_json_on_standard_output_is_all_there_is() -> None:
+    code, out, _ = run("--json", "-")
+    assert code == 0
+    values = json.loads(out)
+    assert {"rows", "speedup_over_dense", "speedup_over_best_peer", "bandwidth_share", "environment"} <= set(values)
+    first = values["rows"][0]
+    assert first["name"] == "questkv-sparse"
+    assert {"name", "context", "budget", "median_ms", "min_ms", "gb_per_s", "max_error"} == set(first)
+    medians = {row["name"]: row["median_ms"] for row in values["rows"]}
+    assert values["speedup_over_dense"] == pytest.approx(medians["questkv-dense"] / medians["questkv-sparse"])
+    assert values["config"]["token_budget"] == 160
+
+
+def test_contexts_are_swept_and_the_table_names_each(tmp_path: Path) -> None:
+    code, out, _ = run("--context", "512,1k", "--json", str(tmp_path / "rows.json"))
+    assert code == 0
+    assert "1,024 tokens: sparse" in out
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"]
+    assert {row["context"] for row in rows} == {512, 1024}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--context", "many"], 2, "expected token counts"),
+        (["--context", "500"], 2, "expected a multiple of 16"),
+        (["--context", "128"], 2, "above the budget 160"),
+        (["--preset", "gpt-9"], 2, "expected one of llama2-7b"),
+        (["--budget", "32"], 2, "expected at least 96 tokens"),
+        (["--heads", "5"], 2, "expected a multiple of 2 KV heads"),
+        (["--dtype", "int8"], 2, "expected one of float32"),
+        (["--json", "/nowhere/rows.json"], 1, "there is no folder"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], code: int, message: str) -> None:
+    got, out, err = run(*arguments)
+    assert got == code
+    assert message in " ".join(err.split())
+    assert "Traceback" not in out + err
