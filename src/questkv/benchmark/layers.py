@@ -12,7 +12,7 @@ from questkv.config import QuestConfig
 from questkv.pages import PageGeometry
 
 # Enough layers in turn that what one step reads is gone from any cache when its layer comes again.
-_BYTES_IN_TURN = 512 * 2**20
+BYTES_IN_TURN = 512 * 2**20
 _MOST_LAYERS = 32
 
 
@@ -33,7 +33,7 @@ class Layer:
 
 def make_layers(shape: Shape, config: QuestConfig, context: int, read_bytes: int) -> list[Layer]:
     """Layers of random contents, as many as take 512 MiB of what a step reads; at least two."""
-    count = min(max(2, -(-_BYTES_IN_TURN // max(read_bytes, 1))), _MOST_LAYERS)
+    count = min(max(2, -(-BYTES_IN_TURN // max(read_bytes, 1))), _MOST_LAYERS)
     fit = max(2, 6 * 2**30 // shape.kv_bytes(context))
     return [make_layer(shape, config, context) for _ in range(min(count, fit))]
 

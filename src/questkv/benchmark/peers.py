@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from questkv.benchmark.layers import Layer
+from questkv.benchmark.layers import BYTES_IN_TURN, Layer
 
 # query [B, Hq, D] and a layer -> [B, Hq, D]
 Step = Callable[[torch.Tensor, Layer], torch.Tensor]
@@ -48,24 +49,23 @@ def flex() -> Step:
     return step
 
 
-def available(dtype: torch.dtype, *, with_flex: bool) -> dict[str, Step]:
+def available(layers: list[Layer], *, with_flex: bool) -> dict[str, Step]:
     """The peers that can be timed here, by name."""
     peers: dict[str, Step] = {"torch-sdpa": sdpa, "torch-sdpa-grouped": sdpa_grouped, "torch-matmul": matmul}
-    if dtype != torch.float32:
-        peers["torch-sdpa-float32"] = in_float32(sdpa)
+    if layers[0].keys.dtype != torch.float32:
+        peers["torch-sdpa-float32"] = in_float32(sdpa, layers)
     if with_flex:
         peers["flex_attention"] = flex()
     return peers
 
 
-def in_float32(step: Step) -> Step:
-    """A peer over a float32 copy of each layer, made before the clock runs."""
-    copies: dict[int, Layer] = {}
+def in_float32(step: Step, layers: list[Layer]) -> Step:
+    """A peer over float32 copies, made here and not under the clock; as many in turn as no cache can hold."""
+    count = min(len(layers), max(1, -(-BYTES_IN_TURN // (8 * layers[0].keys.numel()))))
+    copies = [Layer(layer.pages, layer.keys.float(), layer.values.float()) for layer in layers[:count]]
+    turn = itertools.cycle(copies)
 
-    def prepared(query: torch.Tensor, layer: Layer) -> torch.Tensor:
-        copy = copies.get(id(layer))
-        if copy is None:
-            copy = copies[id(layer)] = Layer(layer.pages, layer.keys.float(), layer.values.float())
-        return step(query.float(), copy).to(query.dtype)
+    def converted(query: torch.Tensor, layer: Layer) -> torch.Tensor:
+        return step(query.float(), next(turn)).to(query.dtype)
 
-    return prepared
+    return converted
