@@ -10,17 +10,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels.cases import Case, Shape, build_case
-from questkv.kernels import attend, decode, dense
+from questkv.kernels import attend, decode, dense, prefill
 
 pytestmark = pytest.mark.usefixtures("reference_backend")
 
 
 class _CopiedBytes(TorchDispatchMode):
-    """Adds up the bytes of every floating-point tensor that an operation makes, views left out."""
+    """Bytes of the floating-point tensors that operations make, views left out: all together, and the largest."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = {
@@ -32,7 +33,9 @@ class _CopiedBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             new = isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in inputs
             if new and leaf.is_floating_point():
-                self.total += leaf.numel() * leaf.element_size()
+                size = leaf.numel() * leaf.element_size()
+                self.total += size
+                self.largest = max(self.largest, size)
         return result
 
 
@@ -105,3 +108,13 @@ def test_query_heads_that_share_pages_do_not_take_them_twice_out_of_the_pool():
     with _Taken():
         attend(*case.args, same, scale=1.0)
     assert sum(taken) == 2 * 8 * _page_bytes(case)
+
+
+@pytest.mark.parametrize("pages", [256, 1024])
+def test_a_later_chunk_of_a_prompt_copies_the_past_in_bounded_pieces(pages):
+    case = _case(pages)
+    q = case.q.expand(20, -1, -1)
+    with _CopiedBytes() as copied:
+        prefill(q, case.pages, case.page_table[0], pages * 16 + 5, scale=case.scale)
+    piece = 2048 * 2 * 64 * 4  # tokens, KV heads, channels, float32
+    assert 0 < copied.largest <= piece

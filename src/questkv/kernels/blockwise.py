@@ -13,6 +13,8 @@ from questkv.kernels.types import Pages
 
 # Query tokens a block of `prefill`: bounds the mask and the scores, [block, length] each.
 _BLOCK = 256
+# Tokens of the past that are attended at once: bounds what is copied of it.
+_PIECE = 2048
 
 
 def prefill(
@@ -25,9 +27,14 @@ def prefill(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """out[i] = attention of q[i] over the first length - n + i + 1 tokens."""
+    if not len(q):
+        return torch.empty_like(q)
+    new_keys, new_values = _tokens(pages, page_table, length - len(q), length)
+    finite = bool(new_keys.isfinite().all() and new_values.isfinite().all())
+    if finite and softcap is None and sinks is None and q.device.type == "cpu":
+        return _prefill_merged(q, pages, page_table, length, scale)
     keys, values = tokens_of(pages, page_table, length)
-    before = length - len(q)
-    if not (keys[:, before:].isfinite().all() and values[:, before:].isfinite().all()):
+    if not finite:
         return _prefill_rows(q, keys, values, scale, softcap, sinks)
     if softcap is None and sinks is None:
         return _prefill_sdpa(q, keys, values, scale)
@@ -95,16 +102,49 @@ def _prefill_rows(
     return out
 
 
+def _prefill_merged(q: torch.Tensor, pages: Pages, page_table: torch.Tensor, length: int, scale: float) -> torch.Tensor:
+    """The past piece by piece and then the new tokens, each attended by itself, merged by their log-sum-exps.
+
+    No piece is larger than `_PIECE` tokens, so the past is never copied as a whole. Float32 inside: in a narrower type
+    PyTorch's attention would round the softmax's weights to it.
+    """
+    n, heads, dim = q.shape
+    queries = q.transpose(0, 1).float().contiguous()  # [Hq, n, D]
+    group = heads // pages.num_kv_heads
+    keys, values = _tokens(pages, page_table, length - n, length)
+    out, total = _flash(
+        queries, keys.float().repeat_interleave(group, 0), values.float().repeat_interleave(group, 0), True, scale
+    )
+    # In the past every query sees every token, so a group's heads are queries of its KV head and no key is repeated.
+    grouped = queries.view(pages.num_kv_heads, group * n, dim)
+    for start in range(0, length - n, _PIECE):
+        keys, values = _tokens(pages, page_table, start, min(start + _PIECE, length - n))
+        part, part_total = (
+            result.reshape(heads, n, -1) for result in _flash(grouped, keys.float(), values.float(), False, scale)
+        )
+        both = torch.logaddexp(total, part_total)
+        out = out * (total - both).exp() + part * (part_total - both).exp()
+        total = both
+    return out.transpose(0, 1).to(q.dtype)
+
+
+def _flash(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's fused attention on the CPU: [H, n, D] output and [H, n, 1] log-sum-exp of the logits."""
+    out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[None], keys[None], values[None], is_causal=causal, scale=scale
+    )
+    return out[0], total[0].unsqueeze(-1)
+
+
 def _prefill_sdpa(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """PyTorch's fused attention, which never holds the scores of a whole prompt."""
     n, length = len(q), keys.shape[1]
     queries, keys, values = q.transpose(0, 1)[None], keys[None], values[None]
-    if q.device.type == "cpu":
-        # In a narrower type it would round the softmax's weights to it; float32 is no slower here.
-        queries, keys, values = queries.float(), keys.float(), values.float()
     if n == length:
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=n > 1, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1).to(q.dtype)
+        return out[0].transpose(0, 1)
     out = torch.empty_like(queries)
     for start in range(0, n, _BLOCK):
         block = queries[:, :, start : start + _BLOCK]
@@ -117,7 +157,7 @@ def _prefill_sdpa(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
             scale=scale,
             enable_gqa=True,
         )
-    return out[0].transpose(0, 1).to(q.dtype)
+    return out[0].transpose(0, 1)
 
 
 def _causal(n: int, visible: int, device: torch.device) -> torch.Tensor:
@@ -127,9 +167,16 @@ def _causal(n: int, visible: int, device: torch.device) -> torch.Tensor:
 
 def tokens_of(pages: Pages, page_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first `length` tokens' keys and values, [Hkv, length, D] each."""
-    page_ids = page_table[: -(-length // pages.page_size)]
+    return _tokens(pages, page_table, 0, length)
+
+
+def _tokens(pages: Pages, page_table: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of tokens start to end - 1, [Hkv, end - start, D] each; views where the pages are one run."""
+    first = start // pages.page_size
+    page_ids = page_table[first : -(-end // pages.page_size)]
+    here = slice(start - first * pages.page_size, end - first * pages.page_size)
     keys, values = (
-        gather_run([getattr(segment, name) for segment in pages.segments], page_ids).flatten(1, 2)[:, :length]
+        gather_run([getattr(segment, name) for segment in pages.segments], page_ids).flatten(1, 2)[:, here]
         for name in ("keys", "values")
     )
     return keys, values
