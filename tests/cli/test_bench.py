@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def test_contexts_are_swept_and_the_table_names_each(tmp_path: Path) -> None:
         (["--heads", "5"], 2, "expected a multiple of 2 KV heads"),
         (["--dtype", "int8"], 2, "expected one of float32"),
         (["--json", "/nowhere/rows.json"], 1, "there is no folder"),
+        (["--plot", "/nowhere/times.png"], 1, "--plot /nowhere/times.png: there is no folder"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], code: int, message: str) -> None:
@@ -70,3 +72,19 @@ def test_bad_arguments_are_one_line(arguments: list[str], code: int, message: st
     assert got == code
     assert message in " ".join(err.split())
     assert "Traceback" not in out + err
+
+
+def test_a_plot_is_a_picture_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib")
+    code, _, err = run("--context", "512,1024", "--plot", str(tmp_path / "times.png"))
+    assert code == 0, err
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr("questkv.benchmark.attention.Attention.measure", lambda *_: pytest.fail("was timed"))
+    code, _, err = run("--plot", "times.png")
+    assert code == 1
+    assert "pip install matplotlib" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,28 +69,32 @@ def attention_table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def plot_attention(rows: Sequence[Row], path: str, title: str) -> None:
-    """Time over context, and our sparse step's gain: the form of the paper's figures 8 and 9.
+def require_matplotlib() -> None:
+    """Fail before the measurement, not after it.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingPackageError("[bench] --plot: expected matplotlib; install it: pip install matplotlib") from error
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingPackageError("[bench] --plot: expected matplotlib; install it: pip install matplotlib")
+
+
+def plot_attention(rows: Sequence[Row], path: str, title: str) -> None:
+    """Time over context, and our sparse step's gain: the form of the paper's figures 8 and 9."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     names = [row.name for row in rows if row.name not in (*PARTS, "memory-read")]
     sparse = {row.context: row.median_ms for row in rows if row.name == SPARSE}
-    for name in dict.fromkeys(names):
+    for i, name in enumerate(dict.fromkeys(names)):
         line = [(row.context, row.median_ms) for row in rows if row.name == name]
-        style = {SPARSE: "o-", DENSE: "s-"}.get(name, "x--")
-        left.plot(*zip(*line, strict=True), style, label=name)
+        style, color = {SPARSE: "o-", DENSE: "s-"}.get(name, "x--"), f"C{i}"
+        left.plot(*zip(*line, strict=True), style, color=color, label=name)
         if name != SPARSE:
-            right.plot([c for c, _ in line], [ms / sparse[c] for c, ms in line], style, label=name)
+            right.plot([c for c, _ in line], [ms / sparse[c] for c, ms in line], style, color=color, label=name)
     left.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="ms per step and layer", title=title)
     right.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="questkv-sparse is faster by")
     for axes in (left, right):

@@ -70,6 +70,7 @@ def attention(
         raise typer.BadParameter(f"--preset: expected one of {', '.join(_PRESETS)}")
     contexts = parse_contexts(context)
     check_writable(json)
+    check_writable(plot, "--plot")
     config = QuestConfig(token_budget=budget, page_size=page_size, optimism=optimism, group=group, backend=backend)
     quiet_libraries()
     import torch
@@ -79,6 +80,8 @@ def attention(
     from questkv.benchmark.attention import Attention, as_json, summarise
     from questkv.benchmark.shapes import PRESETS
 
+    if plot is not None:
+        report.require_matplotlib()
     if threads is not None:
         torch.set_num_threads(threads)
     chosen = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}

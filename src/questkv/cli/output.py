@@ -102,7 +102,7 @@ def token_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: progress.update(task, completed=done)
 
 
-def check_writable(target: str | None) -> None:
+def check_writable(target: str | None, option: str = "--json") -> None:
     """Refuse a file that can't be written before the work whose result it is to hold.
 
     Raises:
@@ -112,11 +112,11 @@ def check_writable(target: str | None) -> None:
         return
     path = Path(target)
     if path.is_dir():
-        raise OutputError(f"--json {target}: is a folder; expected a file or -")
+        raise OutputError(f"{option} {target}: is a folder; expected a file")
     if not path.parent.is_dir():
-        raise OutputError(f"--json {target}: there is no folder {path.parent}")
+        raise OutputError(f"{option} {target}: there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OutputError(f"--json {target}: can't be written")
+        raise OutputError(f"{option} {target}: can't be written")
 
 
 def write_json(target: str, values: Mapping[str, Any], *, indent: int | None = 2, append: bool = False) -> None:
