@@ -154,7 +154,7 @@ class Attention:
             Candidate(SPARSE, lambda q, x: self.decode(q, x, self.selected), self.sparse_bytes),
             Candidate(DENSE, lambda q, x: self.decode(q, x, all_pages), dense_bytes),
         ]
-        for name, step in peers.available(self.layers, with_flex=self.with_flex).items():
+        for name, step in peers.available(self.layers, self.shape.heads, with_flex=self.with_flex).items():
             width = 2 if name.endswith("float32") and self.shape.torch_dtype != torch.float32 else 1
             listed.append(Candidate(name, step, dense_bytes * width))
         checked = []
