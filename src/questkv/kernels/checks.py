@@ -6,9 +6,8 @@ import math
 
 import torch
 
+from questkv.config import GROUP_RULES
 from questkv.kernels.types import Pages
-
-GROUP_RULES = ("mean", "softmax_mean", "per_head")
 
 
 def check_rows(op: str, q: torch.Tensor, pages: Pages, page_table: torch.Tensor, lengths: torch.Tensor) -> None:
