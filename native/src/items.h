@@ -98,7 +98,6 @@ inline int64_t sealed_pages(const Pages& pages, const Rows& rows, int64_t row) {
 struct Workspace {
     Buffer<float> query, weights, scores, partial, sums, lo, hi;
     Buffer<uint32_t> keys;
-    Buffer<int64_t> list;
     Buffer<bf16> query16;
     Buffer<const char*> key_rows, value_rows, next_keys, next_values, box_rows;
 };

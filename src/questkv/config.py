@@ -17,7 +17,8 @@ from questkv.errors import ConfigError
 GROUP_RULES = ("mean", "softmax_mean", "per_head")
 BOX_DTYPES = ("int8", "model")
 KV_DTYPES = ("model",)
-BACKENDS = ("auto", "reference", "native")
+# Behind "auto", best first.
+BACKENDS = ("auto", "native", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from questkv import config
 from questkv.kernels import native
 
-BACKENDS = ("native", "reference")
+BACKENDS = config.BACKENDS[1:]
 
 
 def available_backends() -> tuple[str, ...]:

@@ -34,7 +34,13 @@ def load() -> ModuleType:
 
 def instruction_sets() -> tuple[str, ...]:
     """Instruction sets that this machine can run, best first."""
-    return tuple(load().instruction_sets())
+    return _instruction_sets_of(load())
+
+
+@cache
+def _instruction_sets_of(module: ModuleType) -> tuple[str, ...]:
+    # Asked for at every call of an operator; the machine's answer never changes.
+    return tuple(module.instruction_sets())
 
 
 def instruction_set() -> str:
