@@ -32,7 +32,8 @@ struct Available {
         const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                             __builtin_cpu_supports("avx512cd");
-        if (avx512 && __builtin_cpu_supports("avx512bf16")) tables[n++] = &avx512bf16::table;
+        if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+            tables[n++] = &avx512bf16::table;
         if (avx512) tables[n++] = &avx512::table;
         if (avx2) tables[n++] = &avx2::table;
 #elif defined(__aarch64__)

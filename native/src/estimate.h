@@ -31,12 +31,87 @@ inline int64_t score_weights(const Pages& pages, const Rows& rows, const Item& i
     return forms;
 }
 
+#if defined(__AVX512VNNI__)
+// A linear form in fixed point, so that codes are multiplied as they are, 64 at a time: weight = unit * (d0 + d1 / 256
+// + d2 / 65536) with three signed digits. Its error, at most 2^-24 of the largest weight, is that of a float; the sums
+// are exact. Codes are multiplied as code + 128, and `start`, what a sum begins with, takes the 128 off again.
+struct FixedForm {
+    const int8_t* digits;  // [3, width]
+    __m512i start[3];
+    int64_t width;  // 2D, in whole steps of 64
+    float unit;
+};
+
+// False where the form has no finite weights or all of them are 0.
+inline bool fixed_form(const float* weights, int64_t n, FixedForm& form, Workspace& w) {
+    float largest = 0;
+    bool finite = true;
+    for (int64_t i = 0; i < n; ++i) {
+        finite &= std::fabs(weights[i]) < kInfinity;
+        largest = std::fabs(weights[i]) > largest ? std::fabs(weights[i]) : largest;
+    }
+    const float per_unit = 127.0f * 65536.0f / largest;
+    if (!finite || !(per_unit < kInfinity)) return false;
+    form.width = (n + 63) / 64 * 64;
+    form.unit = largest / 127.0f;
+    int8_t* digits = w.digits.of(3 * form.width);
+    fill(digits, digits + 3 * form.width, int8_t{0});
+    for (int64_t i = 0; i < n; ++i) {
+        int32_t rest = static_cast<int32_t>(std::nearbyint(weights[i] * per_unit));
+        for (int k = 2; k >= 0; --k) {
+            digits[k * form.width + i] = static_cast<int8_t>(rest & 255);
+            rest = (rest - digits[k * form.width + i]) / 256;
+        }
+    }
+    const __m512i bias = _mm512_set1_epi8(static_cast<char>(128));
+    for (int k = 0; k < 3; ++k) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int64_t c = 0; c < form.width; c += 64)
+            sum = _mm512_dpbusd_epi32(sum, bias, _mm512_loadu_si512(digits + k * form.width + c));
+        form.start[k] = _mm512_sub_epi32(_mm512_setzero_si512(), sum);
+    }
+    form.digits = digits;
+    return true;
+}
+
+// out[i] = codes of row i . form for i < W. A lane sums 4 products in each of at most 8 steps: 2^20, so 256 times that
+// and another sum fit 32 bits.
+inline void dot_codes(const EachRow& rows, const EachRow* next, int64_t n, const FixedForm& form, float* out) {
+    const __m512i bias = _mm512_set1_epi8(static_cast<char>(128));
+    V parts[W / 4];
+    for (int quad = 0; quad < W / 4; ++quad) {
+        __m512i acc[4][3];
+        for (auto& row : acc)
+            for (int k = 0; k < 3; ++k) row[k] = form.start[k];
+        for (int64_t c = 0; c < n; c += 64) {
+            const __mmask64 here = n - c < 64 ? (__mmask64{1} << (n - c)) - 1 : ~__mmask64{0};
+            __m512i digit[3];
+            for (int k = 0; k < 3; ++k) digit[k] = _mm512_loadu_si512(form.digits + k * form.width + c);
+#pragma GCC unroll 4
+            for (int t = 0; t < 4; ++t) {
+                prefetch<Ahead::twice, 64>(next[0].row(4 * quad + t), next[1].row(4 * quad + t), c);
+                const __m512i codes = _mm512_maskz_loadu_epi8(here, rows.row(4 * quad + t) + c);
+                const __m512i shifted = _mm512_xor_si512(codes, bias);
+                for (int k = 0; k < 3; ++k) acc[t][k] = _mm512_dpbusd_epi32(acc[t][k], shifted, digit[k]);
+            }
+        }
+        V sums[4];
+        for (int t = 0; t < 4; ++t) {
+            const VI upper = bit_cast<VI>(acc[t][0]) * 256 + bit_cast<VI>(acc[t][1]), lower = bit_cast<VI>(acc[t][2]);
+            sums[t] = __builtin_convertvector(upper, V) + __builtin_convertvector(lower, V) * 0x1p-8f;
+        }
+        parts[quad] = add_places(sums[0], sums[1], sums[2], sums[3]);
+    }
+    store(out, add_lanes(parts) * (form.unit * 0x1p-8f));
+}
+#endif
+
 // scores[f * stride + i] of logical pages first + i, i < count.
 template <class TBox>
 inline void score_pages(const Pages& pages, int64_t kv_head, const int64_t* table, int64_t first, int64_t count,
                         const float* weights, int64_t forms, float* scores, int64_t stride, Workspace& w) {
     const int64_t n = 2 * pages.head_dim, width = padded(n), bytes = pages.box_bytes();
-    const char** rows = w.box_rows.of(count + W + kAhead);
+    const char** rows = w.boxes.of(count + W + kAhead);
     float* scales = w.hi.of(count + W);
     for (int64_t i = 0; i < count; ++i) {
         const int64_t page = table[first + i];
@@ -48,17 +123,36 @@ inline void score_pages(const Pages& pages, int64_t kv_head, const int64_t* tabl
     fill(rows + count, rows + count + W + kAhead, rows[count - 1]);
     fill(scales + count, scales + count + W, 1.0f);
     alignas(64) float block[4 * W];
-    for (int64_t i = 0; i < count; i += W) {
-        const char* const* at = rows + i;
-        const size_t here = static_cast<size_t>(least(W, count - i)) * sizeof(float);
-        with_heads(forms, [&]<int H>(int64_t f) {
-            dot_rows<TBox, H>(at, n, weights + f * width, rows + i + kAhead, block, W);
-            for (int h = 0; h < H; ++h) {
-                const V score = load<V>(block + h * W) * load<V>(scales + i);
-                // A page with a NaN or infinite key gives NaN here: it must be read.
-                const V shown = score == score ? score : set1(kInfinity);
-                std::memcpy(scores + (f + h) * stride + i, &shown, here);
+    // Scores of W boxes from place i on, of H forms from f on, are in `block`.
+    const auto keep = [&](int64_t i, int64_t f, int H) {
+        for (int h = 0; h < H; ++h) {
+            const V score = load<V>(block + h * W) * load<V>(scales + i);
+            // A page with a NaN or infinite key gives NaN here: it must be read.
+            const V shown = score == score ? score : set1(kInfinity);
+            std::memcpy(scores + (f + h) * stride + i, &shown,
+                        static_cast<size_t>(least(W, count - i)) * sizeof(float));
+        }
+    };
+#if defined(__AVX512VNNI__)
+    if constexpr (std::is_same_v<TBox, int8_t>) {
+        FixedForm form;
+        if (forms == 1 && fixed_form(weights, n, form, w)) {
+            for (int64_t i = 0; i < count; i += W) {
+                const EachRow at{rows + i}, next[2] = {{rows + i + kAhead / 2}, {rows + i + kAhead}};
+                dot_codes(at, next, n, form, block);
+                keep(i, 0, 1);
             }
+            return;
+        }
+    }
+#endif
+    for (int64_t i = 0; i < count; i += W) {
+        const EachRow at{rows + i}, next[2] = {{rows + i + kAhead / 2}, {rows + i + kAhead}};
+        with_heads(forms, [&]<int H>(int64_t f) {
+            const float* form = weights + f * width;
+            if (f) dot_rows<TBox, H, Ahead::nothing>(at, next, n, form, block, W);
+            else dot_rows<TBox, H, Ahead::twice>(at, next, n, form, block, W);
+            keep(i, f, H);
         });
     }
 }

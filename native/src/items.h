@@ -59,7 +59,7 @@ class Buffer {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Rows ahead that are prefetched: pages picked at random are beyond the hardware's guess.
+// Rows ahead that are prefetched where pages are picked at random, which is beyond the hardware's guess.
 constexpr int64_t kAhead = 4 * W;
 
 // Call f(unit) for every unit below `units` on up to `threads` threads.
@@ -99,7 +99,9 @@ struct Workspace {
     Buffer<float> query, weights, scores, partial, sums, lo, hi;
     Buffer<uint32_t> keys;
     Buffer<bf16> query16;
-    Buffer<const char*> key_rows, value_rows, next_keys, next_values, box_rows;
+    Buffer<int8_t> digits;
+    Buffer<char> copies;
+    Buffer<const char*> key_rows, value_rows, next_keys, next_values, boxes;
 };
 
 inline Workspace& workspace() {

@@ -70,7 +70,7 @@ void select(const float* scores, int64_t rows, int64_t heads, int64_t pages, con
         const int64_t row = i / heads;
         int64_t* list = selection + i * width;
         const int64_t chosen = select_pages(scores + i * pages, num_pages[row], num_selected[row], sink_pages,
-                                            recent_pages, workspace().keys.of(pages), list);
+                                            recent_pages, workspace().keys.of(pages + W), list);
         fill(list + chosen, list + width, int64_t{-1});
     });
 }
@@ -141,7 +141,7 @@ void decode(const Pages& pages, const Rows& rows, const int64_t* num_selected, c
                 estimate_item<T>(pages, rows, item, softmax.scale, scoring, sealed, scores);
                 list.pages = selection + i * width;
                 list.selected = select_pages(scores, sealed, num_selected[item.row], scoring.sink_pages,
-                                             scoring.recent_pages, w.keys.of(sealed), selection + i * width);
+                                             scoring.recent_pages, w.keys.of(sealed + W), selection + i * width);
             }
             all[i] = list;
             if (fused) attend_item<T>(pages, rows, item, list, softmax, out);

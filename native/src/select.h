@@ -20,8 +20,19 @@ inline int64_t count_at_least(const uint32_t* keys, int64_t n, uint32_t threshol
     return count;
 }
 
+// Bit i: whether keys[i] >= threshold, for i < W.
+inline uint32_t places_at_least(const uint32_t* keys, uint32_t threshold) {
+#if defined(__AVX512F__)
+    return _mm512_cmpge_epu32_mask(_mm512_loadu_si512(keys), _mm512_set1_epi32(static_cast<int32_t>(threshold)));
+#else
+    uint32_t places = 0;
+    for (int i = 0; i < W; ++i) places |= static_cast<uint32_t>(keys[i] >= threshold) << i;
+    return places;
+#endif
+}
+
 // Write the selected logical pages, ascending, to list; returns their number, min(pages, wanted).
-//   scores: [pages]. keys: scratch of [pages].
+//   scores: [pages]. keys: scratch of [pages + W].
 inline int64_t select_pages(const float* scores, int64_t pages, int64_t wanted, int64_t sink, int64_t recent,
                             uint32_t* keys, int64_t* list) {
     if (wanted >= pages) {
@@ -49,13 +60,12 @@ inline int64_t select_pages(const float* scores, int64_t pages, int64_t wanted, 
         for (int64_t i = 0; i < n; ++i) ties -= keys[i] > low;
     int64_t out = 0;
     for (int64_t p = 0; p < sink; ++p) list[out++] = p;
-    const int64_t end = out + best;
-    for (int64_t i = 0; i < n && out < end; ++i) {
-        const bool above = keys[i] > low, tie = keys[i] == low && ties > 0;
-        ties -= tie;
-        list[out] = first + i;
-        out += above || tie;
-    }
+    for (int64_t i = 0; i < n; i += W)
+        for (uint32_t found = places_at_least(keys + i, low); found; found &= found - 1) {
+            const int64_t at = i + __builtin_ctz(found);
+            if (at >= n || (keys[at] == low && --ties < 0)) continue;
+            list[out++] = first + at;
+        }
     for (int64_t p = last; p < pages; ++p) list[out++] = p;
     return out;
 }

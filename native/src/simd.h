@@ -159,27 +159,40 @@ inline int channel<bf16>(int i, bool b) {
     return 2 * i + b;
 }
 
+// Shuffles that stay within lanes of 128 bits, or move whole lanes: they cost less than those that move floats across.
 namespace detail {
-template <int... I>
-inline V evens(V a, V b, std::integer_sequence<int, I...>) {
-    return __builtin_shufflevector(a, b, (2 * I)...);
+using Places = std::make_integer_sequence<int, W>;
+
+// Within each lane: with N = 1, a and b by turns, with N = 2, two of a and two of b; their lower or their upper half.
+template <int N, bool upper, int... I>
+inline V unpack(V a, V b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(
+        a, b, (I / 4 * 4 + (N == 1 ? I % 4 / 2 : I % 2) + (upper ? 2 : 0) + (I / N % 2 ? W : 0))...);
 }
-template <int... I>
-inline V odds(V a, V b, std::integer_sequence<int, I...>) {
-    return __builtin_shufflevector(a, b, (2 * I + 1)...);
+
+template <int N>
+inline V add_unpacked(V a, V b) {
+    return unpack<N, false>(a, b, Places{}) + unpack<N, true>(a, b, Places{});
+}
+
+// The even or the odd lanes of a, then those of b.
+template <bool odd, int... I>
+inline V lanes(V a, V b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I / 4 * 8 + I % 4 + (odd ? 4 : 0))...);
 }
 }  // namespace detail
 
-// Sums of neighbouring lanes of a, then of b.
-inline V add_neighbours(V a, V b) {
-    using lanes = std::make_integer_sequence<int, W>;
-    return detail::evens(a, b, lanes{}) + detail::odds(a, b, lanes{});
+// Four vectors to one: place i of each 128-bit lane becomes the sum of that lane of v[i].
+inline V add_places(V a, V b, V c, V d) {
+    return detail::add_unpacked<2>(detail::add_unpacked<1>(a, b), detail::add_unpacked<1>(c, d));
 }
 
-// Lane i becomes the sum of all lanes of v[i]; overwrites v.
-inline V sum_rows(V (&v)[W]) {
-    for (int n = W; n > 1; n /= 2)
-        for (int i = 0; i < n / 2; ++i) v[i] = add_neighbours(v[2 * i], v[2 * i + 1]);
+// Lane i of the result: the sum of all lanes of vector i, from W / 4 vectors of add_places; overwrites v.
+inline V add_lanes(V (&v)[W / 4]) {
+    for (int n = W / 4; n > 1; n /= 2)
+        for (int i = 0; i < n / 2; ++i)
+            v[i] = detail::lanes<false>(v[2 * i], v[2 * i + 1], detail::Places{}) +
+                   detail::lanes<true>(v[2 * i], v[2 * i + 1], detail::Places{});
     return v[0];
 }
 

@@ -10,7 +10,7 @@ from questkv.kernels import append, attend, decode, dense, estimate, seal, selec
 
 pytestmark = pytest.mark.usefixtures("every_native")
 
-# Several parts (kernels.h: kPartTokens = 512), the last one short.
+# Several parts (kernels.h: at least kFewestTokens each), the last one short.
 _LONG = 2 * 512 + 67
 
 

@@ -5,9 +5,10 @@
 
 namespace questkv {
 
-// A row's list of pages is read in parts of this many tokens, each with its own softmax, merged in order. The parts
-// depend on the list only, so a row's result depends neither on the batch nor on the threads.
-constexpr int64_t kPartTokens = 512;
+// A row's list of pages is read in parts, each with its own softmax, merged in order: a quarter of its tokens, but no
+// fewer than kFewestTokens (what each part costs besides) and no more than kMostTokens (its scores stay in the cache).
+// The parts depend on the list only, so a row's result depends neither on the batch nor on the threads.
+constexpr int64_t kFewestTokens = 512, kMostTokens = 2048;
 
 struct KernelTable {
     const char* name;
