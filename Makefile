@@ -16,11 +16,17 @@ SOURCES := $(wildcard native/*/*.h native/*/*/*.h native/*/*.cpp)
 INSTALLED := $(VENV)/.installed
 DEVELOP := $(VENV)/.develop
 
-.PHONY: help demo test sanitize lint format install develop clean
+# Where `make evaluate` keeps what it measures, and the text it measures on. A run that was stopped is continued.
+EVALUATED ?= build/evaluate
+NOVEL := examples/sherlock_holmes.txt
+evaluated = --resume --output $(EVALUATED)/$(1) --markdown $(EVALUATED)/$(1).md --plot $(EVALUATED)/$(1).png
+
+.PHONY: help demo test evaluate sanitize lint format install develop clean
 
 help:
 	@echo "make demo     answer a question from a long text with a small model, dense and sparse"
 	@echo "make test     run the tests"
+	@echo "make evaluate measure what a budget costs in quality: every table, with few samples, into $(EVALUATED)"
 	@echo "make sanitize run the C++ core's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make lint     check style, types and layers"
 	@echo "make format   format the code"
@@ -33,6 +39,19 @@ demo: $(INSTALLED)
 
 test: $(DEVELOP)
 	@$(BIN)/python -m pytest $(ARGS)
+
+# The full tables in docs/results.md name their commands. LongBench needs its data (questkv eval longbench --data FOLDER).
+evaluate: $(DEVELOP)
+	@mkdir -p $(EVALUATED)
+	$(BIN)/questkv eval passkey --samples 4 --budgets 64,256,1024 $(call evaluated,passkey)
+	$(BIN)/questkv eval passkey --samples 3 --lengths 14000 --rope-factor 4 --budgets 256,1024 \
+		--methods full,quest,streaming_llm $(call evaluated,passkey-14k)
+	$(BIN)/questkv eval needle $(NOVEL) --samples 4 --lengths 2000,4000 --budgets 256,1024 $(call evaluated,needle)
+	$(BIN)/questkv eval perplexity $(NOVEL) --lengths 6000 --scored 100 --budgets 128,512,2048 \
+		--methods full,quest,streaming_llm,h2o,tova,snapkv $(call evaluated,perplexity)
+	$(BIN)/questkv eval recall $(NOVEL) --lengths 4000 --budgets 128,512,2048 --optimism 0.5,0,1 \
+		--group mean,per_head --page-size 16,32 $(call evaluated,recall)
+	@echo "tables and figures are in $(EVALUATED)"
 
 # Without libgomp the core runs on threads of its own; beside torch, on those of the libgomp that torch brings.
 sanitize: $(DEVELOP)

@@ -41,3 +41,7 @@ class ModelError(QuestKVError, OSError):
 
 class DocumentError(QuestKVError, OSError):
     """A document can't be read, or doesn't fit the model's context."""
+
+
+class ResultsError(QuestKVError, OSError):
+    """A folder of evaluation results can't be read, written or continued."""

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from questkv import QuestCache, QuestConfig, attach
+from questkv.evaluate.passkey import Passkey
+from questkv.evaluate.task import Sample
 from questkv.hf.prefill import prefill
 from questkv.models import LoadedModel
 
 NOVEL = Path(__file__).parents[2] / "examples" / "sherlock_holmes.txt"
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 pytestmark = pytest.mark.slow
 
 
@@ -69,30 +70,25 @@ def test_beam_search_gives_the_tokens_of_sdpa(smollm2: LoadedModel) -> None:
 
 
 class Passkeys:
-    """Eight contexts of 3.8k tokens that differ in where a key is hidden, each prefilled once and forked per budget.
+    """The eight prompts of the passkey task at 3.8k tokens, each prefilled once and forked per budget.
 
-    They begin alike, so each is a fork of the filler alone, cropped to what stands before its key.
+    They begin alike, so each is a fork of the last one, cropped to what they share.
     """
 
-    def __init__(self, loaded: LoadedModel, tokens: int = 3800, positions: int = 8) -> None:
-        encode = lambda text: loaded.tokenizer(text)["input_ids"]  # noqa: E731
-        head = encode("<|im_start|>user\nThere is a pass key hidden inside a lot of text. Find and memorize it. ")
-        filler = encode(FILLER)
-        repeats = tokens // len(filler)
-        self.tail = encode("What is the pass key?<|im_end|>\n<|im_start|>assistant\nThe pass key is")
-        self.cases: list[tuple[QuestCache, list[int], str]] = []
-        whole = QuestCache(loaded.model.config, QuestConfig())
+    def __init__(self, loaded: LoadedModel) -> None:
+        samples = list(Passkey(lengths=(3800,), positions=8).samples(loaded))
+        self.cases: list[tuple[QuestCache, Sample]] = []
+        last = QuestCache(loaded.model.config, QuestConfig())
         with attach(loaded.model):
-            prefill(loaded.model, whole, torch.tensor([head + filler * repeats]), sparse_prefill=64)
-            for position in range(positions):
-                key = str(21345 + 7919 * position)
-                before = head + filler * round(position / (positions - 1) * (repeats - 1))
-                needle = encode(f"The pass key is {key}. Remember it. {key} is the pass key. ")
-                after = filler * (repeats - (len(before) - len(head)) // len(filler))
-                cache = whole.fork()
-                cache.crop(len(before) - cache.get_seq_length())
-                prefill(loaded.model, cache, torch.tensor([needle + after]), sparse_prefill=64)
-                self.cases.append((cache, before + needle + after, key))
+            prefill(loaded.model, last, torch.tensor([samples[-1].ids]), sparse_prefill=64)
+            for sample in samples:
+                differs = (a != b for a, b in zip(sample.ids, samples[-1].ids, strict=True))
+                shared = next((place for place, differ in enumerate(differs) if differ), len(sample.ids))
+                cache = last.fork()
+                cache.crop(shared - cache.get_seq_length())
+                if shared < len(sample.ids):
+                    prefill(loaded.model, cache, torch.tensor([sample.ids[shared:]]), sparse_prefill=64)
+                self.cases.append((cache, sample))
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +99,12 @@ def passkeys(smollm2: LoadedModel) -> Passkeys:
 @pytest.mark.parametrize(("budget", "least"), [(1.0, 8), (1024, 8), (256, 6)])
 def test_passkeys_are_found(smollm2: LoadedModel, passkeys: Passkeys, budget: float, least: int) -> None:
     found = 0
-    for prefilled, context, key in passkeys.cases:
+    for prefilled, sample in passkeys.cases:
         cache = prefilled.fork(QuestConfig(token_budget=budget))
-        ids = torch.tensor([context + passkeys.tail])
+        ids = torch.tensor([[*sample.ids, *sample.data["question"]]])
         with attach(smollm2.model):
             answer = greedy(smollm2.model, ids, 8, cache=cache, attention_mask=torch.ones_like(ids))[0]
-        found += key in smollm2.tokenizer.decode(answer)
+        found += sample.data["key"] in smollm2.tokenizer.decode(answer)
         report = cache.report()
         assert (report.pages_read < report.pages_held) == (budget != 1.0)
     assert found >= least

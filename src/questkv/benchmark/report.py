@@ -3,45 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import platform
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import torch
-import transformers
 from rich.table import Table
 
-from questkv import __version__
 from questkv.benchmark.attention import DENSE, PARTS, SPARSE, Row
 from questkv.errors import MissingPackageError
-from questkv.kernels import available_backends, native
-
-
-def environment(backend: str) -> dict[str, Any]:
-    """What a figure depends on besides the code."""
-    used = available_backends()[0] if backend == "auto" else backend
-    return {
-        "questkv": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "backend": used,
-        "instruction_set": native.instruction_set() if used == "native" else None,
-    }
-
-
-def cpu_name() -> str:
-    """The processor's own name, where the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def attention_table(rows: Sequence[Row], title: str) -> Table:

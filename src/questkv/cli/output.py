@@ -130,8 +130,17 @@ def write_json(target: str, values: Mapping[str, Any], *, indent: int | None = 2
         sys.stdout.write(text)
         sys.stdout.flush()
         return
+    write_text(target, text, "--json", append=append)
+
+
+def write_text(target: str, text: str, option: str, *, append: bool = False) -> None:
+    """Write a file that an option named.
+
+    Raises:
+        OutputError: The file can't be written.
+    """
     try:
         with open(target, "a" if append else "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise OutputError(f"--json {target}: can't be written: {error.strerror}") from None
+        raise OutputError(f"{option} {target}: can't be written: {error.strerror}") from None

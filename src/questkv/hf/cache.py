@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.attention import mark_own_layer
 from questkv.hf.layer import PagedLayer
 from questkv.hf.report import CacheReport, LayerReport
-from questkv.hf.state import PagedState
+from questkv.hf.state import Observer, PagedState
 
 # A model with no more than this share of full-attention layers has no slack for pages that a score missed.
 _FEW_GLOBAL_LAYERS = 0.25
@@ -92,6 +94,37 @@ class QuestCache(Cache):
             bytes_reserved=sum(group.pool.bytes_reserved for group in groups),
             layers=layers,
         )
+
+    def keys_values(self, layer: int, sequence: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that a paged layer holds of one sequence, in token order, without padding.
+
+        Args:
+            layer: The model's layer.
+            sequence: Which sequence of the batch.
+
+        Returns:
+            [Hkv, L, D] each: a copy, or a view of the pages where they lie in one run. While a forward is under way,
+            its tokens are among them once the layer has attended.
+
+        Raises:
+            CacheMismatchError: The layer isn't paged, or holds no token.
+            IndexError: No such sequence.
+        """
+        return self.state.keys_values(layer, sequence)
+
+    @contextmanager
+    def observe(self, observer: Observer) -> Iterator[None]:
+        """Inside the block, call `observer(layer, query, softmax)` whenever a paged layer has attended.
+
+        By then the layer's new tokens are written, so `keys_values(layer)` holds all that the queries saw; query is
+        [B, Hq, n, D], padding included. Forks made inside are not observed. There is one observer at a time: of nested
+        blocks, the inner one's.
+        """
+        before, self.state.observer = self.state.observer, observer
+        try:
+            yield
+        finally:
+            self.state.observer = before
 
     def fork(self, config: QuestConfig | None = None) -> QuestCache:
         """A second cache with the same tokens; pages are shared and copied only where one of the two writes.

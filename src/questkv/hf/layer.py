@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -11,16 +11,32 @@ from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.state import PagedState, Softmax
 
 
+class AttendingLayer(Protocol):
+    """A cache layer that attends by itself: what a `PagedKeys` handle leads the attention function to."""
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, softmax: Softmax) -> torch.Tensor:
+        """Take in what `update` was given and attend.
+
+        Args:
+            query: [B, Hq, n, D].
+            mask: [B, columns] bool 2-D padding mask over all columns, or None.
+            softmax: Scale, soft cap and sinks.
+
+        Returns:
+            [B, n, Hq, D].
+        """
+
+
 class PagedKeys(torch.Tensor):
-    """Stands for a paged layer's keys and values on their way to the attention function.
+    """Stands for a layer's keys and values on their way to the attention function.
 
     It holds no data. Any other attention function that computes with it gets an error instead of a wrong answer.
     """
 
-    layer: PagedLayer
+    layer: AttendingLayer
 
     @staticmethod
-    def of(layer: PagedLayer, keys: torch.Tensor) -> PagedKeys:
+    def of(layer: AttendingLayer, keys: torch.Tensor) -> PagedKeys:
         """A handle of the keys' dtype and device, with no tokens."""
         empty = torch.empty((*keys.shape[:2], 0, keys.shape[3]), dtype=keys.dtype, device=keys.device)
         handle = empty.as_subclass(PagedKeys)

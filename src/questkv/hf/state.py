@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,10 @@ class Softmax:
     scale: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+
+
+# Called with a layer, its new queries [B, Hq, n, D] and how their logits become weights; see `QuestCache.observe`.
+Observer = Callable[[int, torch.Tensor, Softmax], None]
 
 
 @dataclass
@@ -59,6 +64,7 @@ class PagedState:
         # [B, columns] False where a column is padding, kept only once there is any.
         self.real: torch.Tensor | None = None
         self.groups: dict[PageGeometry, Group] = {}
+        self.observer: Observer | None = None
         self._forward: Columns | None = None
         self._attended: set[int] = set()
         self._pages_read: dict[int, torch.Tensor] = {}
@@ -101,18 +107,27 @@ class PagedState:
             [B, width, Hq, D].
         """
         fresh = None if new is None else self._write(layer, *new, mask)
-        group = next((group for group in self.groups.values() if layer in group.layers), None)
+        group = self._group_of(layer)
         if group is None or group.plan is None or self._forward is None:
             raise CacheMismatchError(
                 f"[questkv] layer {layer}: expected its keys and values in the cache, got none yet"
             )
         tokens = self._forward.pack(query)
         out = self._attend(layer, group, group.plan, tokens, softmax, fresh)
+        if self.observer is not None:
+            self.observer(layer, query, softmax)
         if layer not in self._attended:
             self._attended.add(layer)
             if len(self._attended) == len(self.paged_layers):
                 self._commit()
         return self._forward.unpack(out)
+
+    def keys_values(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `QuestCache.keys_values`."""
+        group = self._group_of(layer)
+        if group is None:
+            raise CacheMismatchError(f"[keys_values] layer: expected a paged layer that holds tokens, got {layer}")
+        return group.batch.keys_values(group.layers[layer], sequence)
 
     def settle(self) -> None:
         """Undo a forward that didn't reach the last paged layer."""
@@ -252,6 +267,10 @@ class PagedState:
             added = new if new is not None else torch.ones(batch, width, dtype=torch.bool, device=device)
             self.real = torch.cat([past, added], dim=1)
         self.columns += width
+
+    def _group_of(self, layer: int) -> Group | None:
+        """The layer's group, None before its first token."""
+        return next((group for group in self.groups.values() if layer in group.layers), None)
 
     def _group(self, layer: int, keys: torch.Tensor) -> Group:
         """The layer's group, made when its first layer arrives."""

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from questkv import kernels
+from questkv.kernels.blockwise import tokens_of
 from questkv.pages.pool import PagePool
 from questkv.pages.sequence import Sequence
 
@@ -124,6 +125,27 @@ class SequenceBatch:
     def written(self, layer: int) -> None:
         """Note that a layer holds the reserved tokens."""
         self._reserved().written.add(layer)
+
+    def keys_values(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that one layer holds of one sequence, in token order.
+
+        Args:
+            layer: The pool's layer.
+            sequence: Which sequence.
+
+        Returns:
+            [Hkv, L, D] each, a view where the pages lie in one run, else a copy. Tokens of a step that the layer hasn't
+            written are not among them.
+        """
+        length, step = self.sequences[sequence].length, self.step
+        if step is not None and layer not in step.written:
+            length -= step.counts[sequence]
+        pages = self.pool.layer(layer)
+        if not length:
+            empty = pages.segments[0].keys[:, 0, :0]
+            return empty, empty
+        table = torch.tensor(self.sequences[sequence].table, device=pages.device)
+        return tokens_of(pages, table, length)
 
     def _reserved(self) -> Step:
         assert self.step is not None, "reserve comes before write"
