@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from rich.markup import render
 from typer.testing import Result
 
 from questkv import __version__
+from questkv.cli.app import app
 
 Run = Callable[..., Result]
 
@@ -32,6 +36,33 @@ def test_help(run: Run, command: list[str]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.stdout
+
+
+def every_help(command: Any, path: str = "questkv") -> Iterator[tuple[str, str]]:
+    """Where a help text stands, and the text: of a command, its options and its subcommands."""
+    yield path, command.help or ""
+    for parameter in command.params:
+        yield f"{path} {parameter.name}", getattr(parameter, "help", None) or ""
+    for name, below in getattr(command, "commands", {}).items():
+        yield from every_help(below, f"{path} {name}")
+
+
+def test_no_help_text_is_swallowed_as_markup() -> None:
+    texts = dict(every_help(typer.main.get_command(app)))
+    assert "questkv eval passkey threads" in texts
+    assert [where for where, text in texts.items() if render(text).plain != text] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        (["ask"], "[default: (2048)]"),
+        (["ask"], "[default: (torch's choice)]"),
+        (["eval", "harness"], "[default: (all)]"),
+    ],
+)
+def test_help_tells_a_default_that_is_worked_out_later(run: Run, command: list[str], default: str) -> None:
+    assert default in " ".join(run(*command, "--help").stdout.replace("\u2502", " ").split())
 
 
 def test_help_imports_neither_torch_nor_transformers(child_environment: dict[str, str]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from questkv.evaluate import report
-from questkv.evaluate.figures import draw_needle, draw_perplexity, draw_scores, running_perplexity
+from questkv.evaluate import figures, report
+from questkv.evaluate.figures import draw_needle, draw_perplexity, draw_scores, figure, running_perplexity
 from questkv.evaluate.passkey import Passkey
 from questkv.evaluate.perplexity import Perplexity
 from questkv.evaluate.summary import budgets_needed, summarise
@@ -93,6 +96,28 @@ def test_running_perplexity_counts_every_token_so_far() -> None:
     tokens, values = running_perplexity([[1.0, 3.0], [3.0, 5.0]])
     assert tokens == [1, 2]
     assert values == pytest.approx([7.389056098930650, 20.085536923187668])  # e^2, e^3
+
+
+def test_a_rare_first_word_does_not_flatten_the_perplexity_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="the figures need matplotlib")
+    drawn: list[Any] = []
+
+    @contextmanager
+    def keep_axes(path: str, panels: int, **more: Any) -> Iterator[list[Any]]:
+        with figure(path, panels, **more) as axes:
+            drawn.extend(axes)
+            yield axes
+
+    monkeypatch.setattr(figures, "figure", keep_axes)
+    # the first word alone would reach e^9 = 8103; behind three words of thirty nothing is above e^(15 / 4) = 43
+    row_of_words = row("full", None, 0.5, nll=[9.0, *[2.0] * 29])
+    draw_perplexity(PERPLEXITY, [row_of_words], str(tmp_path / "figure.svg"))
+    (curve,) = drawn[0].get_lines()
+    assert list(curve.get_xdata()) == list(range(4, 31))
+    assert curve.get_ydata()[0] == pytest.approx(42.52108200006278)  # e^3.75
+    assert drawn[0].get_ylim()[1] < 50
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

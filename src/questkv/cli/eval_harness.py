@@ -21,13 +21,13 @@ def harness(
         typer.Option(metavar="FOLDER", help="Where task files (.yaml) of your own lie.", show_default=False),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Samples of each task. [default: all]", show_default=False)
+        int | None, typer.Option(metavar="N", min=1, help="Samples of each task.", show_default="all")
     ] = None,
     decoded: Annotated[
         int, typer.Option(metavar="TOKENS", min=1, help="Last tokens of a prompt that are decoded and not prefilled.")
     ] = 32,
 ) -> None:
-    """Run tasks of lm-evaluation-harness (pip install 'questkv[eval]').
+    """Run tasks of lm-evaluation-harness, which questkv's extra `eval` installs.
 
     It makes the prompts and scores the answers; questkv prefills a prompt but for its last tokens, and decodes these
     and the answer under each method and budget.

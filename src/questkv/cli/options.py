@@ -45,10 +45,9 @@ Budget = Annotated[
     str | None,
     typer.Option(
         metavar="TOKENS|SHARE",
-        help=f"What one token may read of the context: tokens (1024), or a share in (0, 1] (0.1). "
-        f"[default: {DEFAULTS.token_budget}]",
+        help="What one token may read of the context: tokens (1024), or a share in (0, 1] (0.1).",
         rich_help_panel=_CACHE,
-        show_default=False,
+        show_default=f"{DEFAULTS.token_budget}",
     ),
 ]
 PageSize = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens a page.", rich_help_panel=_CACHE)]
@@ -68,9 +67,7 @@ Temperature = Annotated[
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Start of the random numbers, for --temperature.")]
 Threads = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", min=1, help="CPU threads. [default: torch's choice]", rich_help_panel=_RUN, show_default=False
-    ),
+    typer.Option(metavar="N", min=1, help="CPU threads.", rich_help_panel=_RUN, show_default="torch's choice"),
 ]
 Dtype = Annotated[
     str,

@@ -18,6 +18,8 @@ Draw = Callable[[Task, Sequence[Row], str], None]
 """Draws the rows of a task into a file."""
 
 FORMATS = (".png", ".svg")
+# A perplexity so far is drawn from this part of the tokens on: one rare word at the start would flatten all the rest.
+_SETTLED = 10
 
 
 def require_figure(path: str) -> None:
@@ -73,7 +75,9 @@ def draw_scores(task: Task, rows: Sequence[Row], path: str) -> None:
         for panel, table in zip(axes, by_table, strict=False):
             _scores(panel, task, [cell for cell in cells if cell.table == table])
             panel.set_title(_name(task, table), fontsize=10)
-        axes[0].legend(fontsize=8)
+        lines, names = axes[0].get_legend_handles_labels()
+        # outside: inside it would lie on points of a panel, and it belongs to all of them
+        axes[0].figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=8)
         if needed:
             _needed(axes[-1], task, needed)
 
@@ -91,7 +95,9 @@ def draw_perplexity(task: Task, rows: Sequence[Row], path: str) -> None:
                 budget = budgets[len(budgets) // 2]
                 own = [row["nll"] for row in here if row["method"] == method and (row["budget"] or 0) == budget]
                 name = f"{method}, {budget}" if budget else method
-                left.plot(*running_perplexity(own), label=name, **_style(method, marker=False))
+                tokens, values = running_perplexity(own)
+                settled = len(tokens) // _SETTLED
+                left.plot(tokens[settled:], values[settled:], label=name, **_style(method, marker=False))
             left.set(xlabel=f"tokens decoded behind {length:,}", ylabel="perplexity so far")
             left.legend(fontsize=8)
             left.grid(alpha=0.3)
