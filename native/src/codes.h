@@ -127,23 +127,31 @@ struct CodedPages {
     }
 
     // Fold a page's steps into a query: digits [2, D] of q * width, with logit = unit * (codes . digits) + base.
-    static void fold(const SealedPage& page, const float* q, int64_t dim, float* folded, int8_t* digits, float* unit,
+    // `steps` is D / W where it is known, so that what is folded stays in registers.
+    template <int steps>
+    static void fold(const SealedPage& page, const float* q, int64_t dim, float* spill, int8_t* digits, float* unit,
                      float* base) {
-        V sum = {}, most = {};
-        for (int64_t d = 0; d < dim; d += W) {
-            const V lo = load_i8(page.box + d), width = load_i8(page.box + dim + d) - lo, x = load<V>(q + d);
+        V kept[steps ? steps : 1], sum = {}, most = {};
+        const int64_t count = steps ? steps : dim / W;
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < count; ++i) {
+            const V lo = load_i8(page.box + i * W), width = load_i8(page.box + dim + i * W) - lo,
+                    x = load<V>(q + i * W);
             const V f = x * width;
-            store(folded + d, f);
+            if (steps) kept[i] = f;
+            else store(spill + i * W, f);
             sum += x * lo;
-            most = vmax(bit_cast<V>(bit_cast<VI>(f) & 0x7fffffff), most);
+            most = bit_cast<V>(_mm512_max_ps(_mm512_abs_ps(bit_cast<__m512>(f)), bit_cast<__m512>(most)));
         }
         const float top = _mm512_reduce_max_ps(bit_cast<__m512>(most));
         const V per_unit = set1(top > 0 ? kDigits / top : 0.0f);
-        for (int64_t d = 0; d < dim; d += W) {
-            const __m512i whole = _mm512_cvtps_epi32(bit_cast<__m512>(load<V>(folded + d) * per_unit));
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < count; ++i) {
+            const V f = steps ? kept[i] : load<V>(spill + i * W);
+            const __m512i whole = _mm512_cvtps_epi32(bit_cast<__m512>(f * per_unit));
             const __m512i upper = bit_cast<__m512i>((bit_cast<VI>(whole) + 128) >> 8);
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + d), _mm512_cvtepi32_epi8(upper));
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + dim + d), _mm512_cvtepi32_epi8(whole));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + i * W), _mm512_cvtepi32_epi8(upper));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + dim + i * W), _mm512_cvtepi32_epi8(whole));
         }
         // An infinite query has no digits; NaN says so, as it would without codes.
         *unit = top < kInfinity ? page.scale * top / (kDigits * 255) : kInfinity - kInfinity;
@@ -152,9 +160,51 @@ struct CodedPages {
 
     template <Ahead ahead>
     static void dot(const SealedPart& part, Workspace& w) {
+        if (part.dim == 128) dot_pages<ahead, 8>(part, w);
+        else if (part.dim == 64) dot_pages<ahead, 4>(part, w);
+        else dot_pages<ahead, 0>(part, w);
+    }
+
+    // Products of rows t to t + 3 of a page with the digits, added up as far as add_places goes.
+    template <Ahead ahead>
+    static V dot_four(const char* rows, int64_t dim, const int8_t* digits, const char* near, const char* far) {
+        __m512i acc[4][2] = {};
+#pragma GCC unroll 2
+        for (int64_t d = 0; d < dim; d += 64) {
+            const __m512i upper = _mm512_loadu_si512(digits + d), lower = _mm512_loadu_si512(digits + dim + d);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                prefetch<ahead, 64>(near, far, i * dim + d);
+                const __m512i codes = _mm512_loadu_si512(rows + i * dim + d);
+                acc[i][0] = _mm512_dpbusd_epi32(acc[i][0], codes, upper);
+                acc[i][1] = _mm512_dpbusd_epi32(acc[i][1], codes, lower);
+            }
+        }
+        V sums[4];
+        for (int i = 0; i < 4; ++i)
+            sums[i] = __builtin_convertvector(bit_cast<VI>(acc[i][0]) * 256 + bit_cast<VI>(acc[i][1]), V);
+        return add_places(sums[0], sums[1], sums[2], sums[3]);
+    }
+
+    template <Ahead ahead>
+    static void dot_page(const char* keys, int64_t size, int64_t dim, const int8_t* digits, const char* near,
+                         const char* far, float unit, float base, float* to) {
+        for (int64_t t = 0; t < size; t += W) {
+            V quads[W / 4] = {};
+            for (int64_t i = 0; i < W / 4 && t + 4 * i < size; ++i) {
+                const int64_t at = (t + 4 * i) * dim;
+                quads[i] = dot_four<ahead>(keys + at, dim, digits, near + at, far + at);
+            }
+            const V logits = add_lanes(quads) * unit + base;
+            _mm512_mask_storeu_ps(to + t, mask_of(size - t), bit_cast<__m512>(logits));
+        }
+    }
+
+    template <Ahead ahead, int steps>
+    static void dot_pages(const SealedPart& part, Workspace& w) {
         constexpr int64_t near_by = ahead == Ahead::twice ? 2 : 1, far_by = 4;
         const int64_t dim = part.dim, size = part.page_size;
-        float* folded = w.lo.of(dim);
+        float* spill = w.lo.of(dim);
         int8_t* digits = w.digits.of(2 * dim);
         for (int64_t e = 0; e < part.count; ++e) {
             const SealedPage& page = part.pages[e];
@@ -164,31 +214,10 @@ struct CodedPages {
             const char *near = soon(part, e + near_by, true), *far = soon(part, e + far_by, true);
             for (int64_t h = 0; h < part.heads; ++h) {
                 float unit, base;
-                fold(page, part.queries + h * dim, dim, folded, digits, &unit, &base);
+                fold<steps>(page, part.queries + h * dim, dim, spill, digits, &unit, &base);
                 float* to = part.scores + h * part.stride + e * size;
-                for (int64_t t = 0; t < size; t += 4) {
-                    const char* rows = page.keys + t * dim;
-                    __m512i acc[4][2] = {};
-                    for (int64_t d = 0; d < dim; d += 64) {
-                        const __m512i upper = _mm512_loadu_si512(digits + d),
-                                      lower = _mm512_loadu_si512(digits + dim + d);
-#pragma GCC unroll 4
-                        for (int i = 0; i < 4; ++i) {
-                            if (!h) prefetch<ahead, 64>(near, far, (t + i) * dim + d);
-                            const __m512i codes = _mm512_loadu_si512(rows + i * dim + d);
-                            acc[i][0] = _mm512_dpbusd_epi32(acc[i][0], codes, upper);
-                            acc[i][1] = _mm512_dpbusd_epi32(acc[i][1], codes, lower);
-                        }
-                    }
-                    V sums[4];
-                    for (int i = 0; i < 4; ++i)
-                        sums[i] = __builtin_convertvector(bit_cast<VI>(acc[i][0]) * 256 + bit_cast<VI>(acc[i][1]), V);
-                    // Lanes of 128 bits hold the four tokens' parts.
-                    const __m512 four = bit_cast<__m512>(add_places(sums[0], sums[1], sums[2], sums[3]));
-                    const __m256 two = _mm256_add_ps(_mm512_castps512_ps256(four), _mm512_extractf32x8_ps(four, 1));
-                    const __m128 one = _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
-                    _mm_storeu_ps(to + t, _mm_add_ps(_mm_mul_ps(one, _mm_set1_ps(unit)), _mm_set1_ps(base)));
-                }
+                if (h) dot_page<Ahead::nothing>(page.keys, size, dim, digits, near, far, unit, base, to);
+                else dot_page<ahead>(page.keys, size, dim, digits, near, far, unit, base, to);
             }
         }
     }
@@ -231,10 +260,11 @@ struct CodedPages {
         return top / kDigits;
     }
 
-    // totals [H, 2, D] += codes of a page times the words of H heads. Places are those of the unpacked vectors.
+    // totals [H, 2, D] += codes of pages [first, last) times the words of H heads. Places are those of unpacked
+    // vectors.
     template <int H, Ahead ahead>
-    static void add_page(const SealedPart& part, int64_t e, const int32_t* words, int64_t a_head, int32_t* totals) {
-        const char *near = soon(part, e + 2, false), *far = soon(part, e + 4, false);
+    static void add_pages(const SealedPart& part, int64_t first, int64_t last, const int32_t* words, int64_t a_head,
+                          int32_t* totals) {
         const int64_t dim = part.dim, quads = part.page_size / 4, half = part.tokens() / 4;
         for (int64_t d = 0; d < dim; d += 64) {
             __m512i acc[H][2][4];
@@ -242,23 +272,27 @@ struct CodedPages {
                 for (int k = 0; k < 2; ++k)
                     for (int j = 0; j < 4; ++j)
                         acc[h][k][j] = _mm512_loadu_si512(totals + (2 * h + k) * dim + d + 16 * j);
-            for (int64_t quad = 0; quad < quads; ++quad) {
-                const char* row = part.pages[e].values + 4 * quad * dim + d;
-                for (int i = 0; i < 4; ++i) prefetch<ahead, 64>(near, far, (4 * quad + i) * dim + d);
-                const __m512i a = _mm512_loadu_si512(row), b = _mm512_loadu_si512(row + dim);
-                const __m512i c = _mm512_loadu_si512(row + 2 * dim), f = _mm512_loadu_si512(row + 3 * dim);
-                const __m512i ab[2] = {_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)};
-                const __m512i cf[2] = {_mm512_unpacklo_epi8(c, f), _mm512_unpackhi_epi8(c, f)};
-                const __m512i four[4] = {_mm512_unpacklo_epi16(ab[0], cf[0]), _mm512_unpackhi_epi16(ab[0], cf[0]),
-                                         _mm512_unpacklo_epi16(ab[1], cf[1]), _mm512_unpackhi_epi16(ab[1], cf[1])};
+            for (int64_t e = first; e < last; ++e) {
+                const char *near = soon(part, e + 2, false) + d, *far = soon(part, e + 4, false) + d;
+                for (int64_t quad = 0; quad < quads; ++quad) {
+                    const char* row = part.pages[e].values + 4 * quad * dim + d;
+                    for (int i = 0; i < 4; ++i) prefetch<ahead, 64>(near, far, (4 * quad + i) * dim);
+                    const __m512i a = _mm512_loadu_si512(row), b = _mm512_loadu_si512(row + dim);
+                    const __m512i c = _mm512_loadu_si512(row + 2 * dim), f = _mm512_loadu_si512(row + 3 * dim);
+                    const __m512i ab[2] = {_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)};
+                    const __m512i cf[2] = {_mm512_unpacklo_epi8(c, f), _mm512_unpackhi_epi8(c, f)};
+                    const __m512i four[4] = {_mm512_unpacklo_epi16(ab[0], cf[0]), _mm512_unpackhi_epi16(ab[0], cf[0]),
+                                             _mm512_unpacklo_epi16(ab[1], cf[1]), _mm512_unpackhi_epi16(ab[1], cf[1])};
 #pragma GCC unroll 2
-                for (int h = 0; h < H; ++h)
+                    for (int h = 0; h < H; ++h)
 #pragma GCC unroll 2
-                    for (int k = 0; k < 2; ++k) {
-                        const __m512i word = _mm512_set1_epi32(words[h * a_head + k * half + e * quads + quad]);
+                        for (int k = 0; k < 2; ++k) {
+                            const int32_t word = words[h * a_head + k * half + e * quads + quad];
 #pragma GCC unroll 4
-                        for (int j = 0; j < 4; ++j) acc[h][k][j] = _mm512_dpbusd_epi32(acc[h][k][j], four[j], word);
-                    }
+                            for (int j = 0; j < 4; ++j)
+                                acc[h][k][j] = _mm512_dpbusd_epi32(acc[h][k][j], four[j], _mm512_set1_epi32(word));
+                        }
+                }
             }
             for (int h = 0; h < H; ++h)
                 for (int k = 0; k < 2; ++k)
@@ -277,17 +311,18 @@ struct CodedPages {
         fill(totals, totals + part.heads * 2 * dim, 0);
         for (int64_t h = 0; h < part.heads; ++h)
             units[2 * h] = weigh(part, h, weights, words + h * a_head, units + 2 * h + 1);
-        for (int64_t e = 0; e < part.count; ++e) {
+        // A few pages at a time, which stay in the first-level cache while the heads take turns.
+        for (int64_t e = 0; e < part.count; e += 4)
             for (int64_t h = 0; h < part.heads; h += 2) {
+                const int64_t last = least(e + 4, part.count);
                 const int32_t* of_head = words + h * a_head;
                 int32_t* to = totals + h * 2 * dim;
                 const bool two = h + 2 <= part.heads;
-                if (two && h) add_page<2, Ahead::nothing>(part, e, of_head, a_head, to);
-                else if (two) add_page<2, ahead>(part, e, of_head, a_head, to);
-                else if (h) add_page<1, Ahead::nothing>(part, e, of_head, a_head, to);
-                else add_page<1, ahead>(part, e, of_head, a_head, to);
+                if (two && h) add_pages<2, Ahead::nothing>(part, e, last, of_head, a_head, to);
+                else if (two) add_pages<2, ahead>(part, e, last, of_head, a_head, to);
+                else if (h) add_pages<1, Ahead::nothing>(part, e, last, of_head, a_head, to);
+                else add_pages<1, ahead>(part, e, last, of_head, a_head, to);
             }
-        }
         for (int64_t h = 0; h < part.heads; ++h)
             for (int64_t d = 0; d < dim; ++d) {
                 // Channel 64 c + 16 l + 4 j + i is in vector j, lane l, place i.
