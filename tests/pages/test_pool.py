@@ -148,11 +148,11 @@ def test_a_failed_allocation_leaves_the_pool_as_it_was(
     pool.allocate(FIRST_SEGMENT)
     before, real, calls = state(pool), PageGeometry.allocate, []
 
-    def allocate(self: PageGeometry, num_pages: int) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
         calls.append(num_pages)
         if (len(calls) - 1) % (failing_layer + 1) == failing_layer:
             raise kind("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
-        return real(self, num_pages)
+        return real(self, num_pages, coded=coded)
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
     with pytest.raises(PoolFullError, match="could not be allocated") as caught:
@@ -168,10 +168,10 @@ def test_when_twice_the_pages_cannot_be_allocated_the_missing_ones_are(monkeypat
     pool.allocate(FIRST_SEGMENT)
     real = PageGeometry.allocate
 
-    def allocate(self: PageGeometry, num_pages: int) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
         if num_pages > 3:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        return real(self, num_pages)
+        return real(self, num_pages, coded=coded)
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
     assert len(pool.allocate(3)) == 3
@@ -179,7 +179,7 @@ def test_when_twice_the_pages_cannot_be_allocated_the_missing_ones_are(monkeypat
 
 
 def test_an_error_that_is_not_about_memory_is_not_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def allocate(self: PageGeometry, num_pages: int) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
         raise RuntimeError("device-side assert")
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
@@ -206,7 +206,7 @@ def test_a_layer_that_cannot_be_added_leaves_the_pool_as_it_was(monkeypatch: pyt
     pool.allocate(2 * FIRST_SEGMENT)
     before = state(pool)
 
-    def allocate(self: PageGeometry, num_pages: int) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)

@@ -67,7 +67,7 @@ def decode(
     _check_budget(num_selected, lengths, pages.page_size, sink_pages + recent_pages)
     if new is not None:
         checks.check_new("decode", pages, new.slots, new.keys, new.values)
-        checks.check_pages("decode", "sealed", new.sealed, pages)
+        checks.check_sealed("decode", "sealed", new.sealed, new.into, pages)
     out: torch.Tensor = dispatch.resolve(backend, pages.device).decode(
         q,
         pages,
