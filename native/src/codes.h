@@ -59,7 +59,6 @@ struct SealedPart {
 // Any instruction set, any S and D, coded and plain pages together: page by page as floats in the first-level cache.
 template <class T>
 struct DecodedPages {
-    template <Ahead>
     static void dot(const SealedPart& part, Workspace& w) {
         const int64_t dim = part.dim, width = padded(dim), rows = (part.page_size + W - 1) / W * W;
         float* page = w.decoded.of(rows * dim);
@@ -84,7 +83,6 @@ struct DecodedPages {
     }
 
     // out [heads, D]: the sum of the values weighted with what has become of the scores.
-    template <Ahead>
     static void add(const SealedPart& part, float* out, Workspace& w) {
         const int64_t dim = part.dim, width = padded(dim), size = part.page_size;
         float* page = w.decoded.of((size + 3) / 4 * 4 * dim);
@@ -112,6 +110,8 @@ struct DecodedPages {
 // d0), which adds less than a tenth of what coding itself costs. All sums are exact.
 struct CodedPages {
     static constexpr float kDigits = 127 * 256;
+    // Pages ahead that are prefetched; a page of codes is half as long as one of 16-bit numbers.
+    static constexpr int64_t kNear = 4, kFar = 8;
 
     static bool takes(const SealedPart& part) {
         if (part.page_size % 4 || part.dim % 64) return false;
@@ -158,11 +158,10 @@ struct CodedPages {
         *base = page.scale * _mm512_reduce_add_ps(bit_cast<__m512>(sum));
     }
 
-    template <Ahead ahead>
     static void dot(const SealedPart& part, Workspace& w) {
-        if (part.dim == 128) dot_pages<ahead, 8>(part, w);
-        else if (part.dim == 64) dot_pages<ahead, 4>(part, w);
-        else dot_pages<ahead, 0>(part, w);
+        if (part.dim == 128) dot_pages<8>(part, w);
+        else if (part.dim == 64) dot_pages<4>(part, w);
+        else dot_pages<0>(part, w);
     }
 
     // Products of rows t to t + 3 of a page with the digits, added up as far as add_places goes.
@@ -200,24 +199,23 @@ struct CodedPages {
         }
     }
 
-    template <Ahead ahead, int steps>
+    template <int steps>
     static void dot_pages(const SealedPart& part, Workspace& w) {
-        constexpr int64_t near_by = ahead == Ahead::twice ? 2 : 1, far_by = 4;
         const int64_t dim = part.dim, size = part.page_size;
         float* spill = w.lo.of(dim);
         int8_t* digits = w.digits.of(2 * dim);
         for (int64_t e = 0; e < part.count; ++e) {
             const SealedPage& page = part.pages[e];
-            const SealedPage& next = part.pages[least(e + 2, part.count - 1)];
+            const SealedPage& next = part.pages[least(e + kNear, part.count - 1)];
             for (int64_t i = 0; i < 2 * dim; i += 64) __builtin_prefetch(next.box + i, 0, 2);
             for (int64_t i = 0; i < 2 * size; i += 16) __builtin_prefetch(next.value_scales + i, 0, 2);
-            const char *near = soon(part, e + near_by, true), *far = soon(part, e + far_by, true);
+            const char *near = soon(part, e + kNear, true), *far = soon(part, e + kFar, true);
             for (int64_t h = 0; h < part.heads; ++h) {
                 float unit, base;
                 fold<steps>(page, part.queries + h * dim, dim, spill, digits, &unit, &base);
                 float* to = part.scores + h * part.stride + e * size;
                 if (h) dot_page<Ahead::nothing>(page.keys, size, dim, digits, near, far, unit, base, to);
-                else dot_page<ahead>(page.keys, size, dim, digits, near, far, unit, base, to);
+                else dot_page<Ahead::twice>(page.keys, size, dim, digits, near, far, unit, base, to);
             }
         }
     }
@@ -273,7 +271,7 @@ struct CodedPages {
                     for (int j = 0; j < 4; ++j)
                         acc[h][k][j] = _mm512_loadu_si512(totals + (2 * h + k) * dim + d + 16 * j);
             for (int64_t e = first; e < last; ++e) {
-                const char *near = soon(part, e + 2, false) + d, *far = soon(part, e + 4, false) + d;
+                const char *near = soon(part, e + kNear, false) + d, *far = soon(part, e + kFar, false) + d;
                 for (int64_t quad = 0; quad < quads; ++quad) {
                     const char* row = part.pages[e].values + 4 * quad * dim + d;
                     for (int i = 0; i < 4; ++i) prefetch<ahead, 64>(near, far, (4 * quad + i) * dim);
@@ -301,11 +299,11 @@ struct CodedPages {
         }
     }
 
-    template <Ahead ahead>
     static void add(const SealedPart& part, float* out, Workspace& w) {
         const int64_t dim = part.dim, a_head = part.tokens() / 2;
-        float* weights = w.token_weights.of(part.tokens() + 2 * part.heads);
-        float* units = weights + part.tokens();
+        const int64_t room = most(part.tokens(), dim);
+        float* weights = w.token_weights.of(room + 2 * part.heads);
+        float* units = weights + room;
         int32_t* words = w.words.of(part.heads * a_head);
         int32_t* totals = w.totals.of(part.heads * 2 * dim);
         fill(totals, totals + part.heads * 2 * dim, 0);
@@ -319,18 +317,21 @@ struct CodedPages {
                 int32_t* to = totals + h * 2 * dim;
                 const bool two = h + 2 <= part.heads;
                 if (two && h) add_pages<2, Ahead::nothing>(part, e, last, of_head, a_head, to);
-                else if (two) add_pages<2, ahead>(part, e, last, of_head, a_head, to);
+                else if (two) add_pages<2, Ahead::twice>(part, e, last, of_head, a_head, to);
                 else if (h) add_pages<1, Ahead::nothing>(part, e, last, of_head, a_head, to);
-                else add_pages<1, ahead>(part, e, last, of_head, a_head, to);
+                else add_pages<1, Ahead::twice>(part, e, last, of_head, a_head, to);
             }
-        for (int64_t h = 0; h < part.heads; ++h)
-            for (int64_t d = 0; d < dim; ++d) {
-                // Channel 64 c + 16 l + 4 j + i is in vector j, lane l, place i.
-                const int64_t place = d / 64 * 64 + d % 16 / 4 * 16 + d % 64 / 16 * 4 + d % 4;
-                const float upper = static_cast<float>(totals[2 * h * dim + place]);
-                const float lower = static_cast<float>(totals[(2 * h + 1) * dim + place]);
-                out[h * dim + d] = units[2 * h] * (upper * 256.0f + lower) + units[2 * h + 1];
-            }
+        for (int64_t h = 0; h < part.heads; ++h) {
+            const int32_t *upper = totals + 2 * h * dim, *lower = upper + dim;
+            const float unit = units[2 * h], offset = units[2 * h + 1];
+            for (int64_t i = 0; i < dim; ++i)
+                weights[i] = unit * (static_cast<float>(upper[i]) * 256.0f + static_cast<float>(lower[i])) + offset;
+            // Channels 16 l + 4 j and three more of each 64 are in vector j, lane l.
+            for (int64_t c = 0; c < dim; c += 64)
+                for (int l = 0; l < 4; ++l)
+                    for (int j = 0; j < 4; ++j)
+                        std::memcpy(out + h * dim + c + 16 * l + 4 * j, weights + c + 16 * j + 4 * l, 16);
+        }
     }
 };
 #endif
@@ -351,17 +352,12 @@ inline void attend_sealed(const Pages& pages, const Rows& rows, const Item& item
     for (int64_t i = 0; i < item.heads * dim; ++i) queries[i] = to_float(q[i]);
     float* scores = w.sums.of(item.heads * stride);
     const SealedPart work{sealed, last - first, pages.page_size, dim, item.heads, queries, scores, stride};
-    int64_t followers = 0;
-    for (int64_t e = 1; e < work.count; ++e) followers += sealed[e].keys == sealed[e - 1].keys + pages.page_size * dim;
-    const bool in_order = 4 * followers > 3 * work.count;
     const auto run = [&]<class How>() {
-        if (in_order) How::template dot<Ahead::once>(work, w);
-        else How::template dot<Ahead::twice>(work, w);
+        How::dot(work, w);
         for (int64_t h = 0; h < item.heads; ++h)
             softmax_part(scores + h * stride, tokens, softmax, out.m + h, out.l + h);
         float* sums = w.scores.of(item.heads * dim);
-        if (in_order) How::template add<Ahead::nothing>(work, sums, w);
-        else How::template add<Ahead::twice>(work, sums, w);
+        How::add(work, sums, w);
         for (int64_t h = 0; h < item.heads; ++h) arrange<T>(sums + h * dim, dim, out.acc + h * width);
     };
 #if defined(__AVX512VNNI__)
