@@ -91,8 +91,9 @@ def _check_budget(num_selected: torch.Tensor, lengths: torch.Tensor, page_size: 
     # Reading values back would stop the host on a GPU; there the caller vouches for them.
     if num_selected.device.type != "cpu" or not num_selected.numel():
         return
-    sealed = torch.div(lengths - 1, page_size, rounding_mode="floor")
-    if bool((num_selected < sealed.clamp(max=forced)).any()):
-        raise ValueError(
-            f"[decode] num_selected: expected at least the {forced} sink and recent pages, got {num_selected.tolist()}"
-        )
+    for wanted, length in zip(num_selected.tolist(), lengths.tolist(), strict=True):
+        if wanted < min((length - 1) // page_size, forced):
+            raise ValueError(
+                f"[decode] num_selected: expected at least the {forced} sink and recent pages, "
+                f"got {num_selected.tolist()}"
+            )
