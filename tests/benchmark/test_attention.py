@@ -101,7 +101,7 @@ def test_the_summary_compares_eight_bits_with_the_models_type() -> None:
 
 def test_a_wrong_result_stops_the_benchmark(tiny: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     right = tiny.decode
-    monkeypatch.setattr(tiny, "decode", lambda *args: right(*args) + 1e-3)
+    monkeypatch.setattr(tiny, "decode", lambda *args, **kwargs: right(*args, **kwargs) + 1e-3)
     with pytest.raises(DisagreementError, match=r"\[bench\] questkv-sparse: expected float64's output"):
         tiny.measure(0.01, lambda share: None)
 

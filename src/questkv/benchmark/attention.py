@@ -102,14 +102,12 @@ class Attention:
             return self.shape.coded_bytes(sealed) + self.shape.kv_bytes(size)
         return self.shape.kv_bytes(sealed + size)
 
-    def decode(
-        self, query: torch.Tensor, layer: Layer, selected: int, page_table: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Our decode step with `selected` pages."""
+    def decode(self, query: torch.Tensor, layer: Layer, selected: int, *, plain: bool = False) -> torch.Tensor:
+        """Our decode step with `selected` pages; `plain` has it read the model's type where there are codes too."""
         return kernels.decode(
             query,
-            layer.pages,
-            self.page_table if page_table is None else page_table,
+            layer.plain if plain else layer.pages,
+            self.model_table if plain else self.page_table,
             self.lengths,
             torch.full_like(self.lengths, selected),
             scale=self.scale,
@@ -198,19 +196,19 @@ class Attention:
             for name, pages, seen in steps:
                 boxes = self.box_bytes if seen is not None else 0
                 yield (
-                    Candidate(name, self._step(pages, self.page_table), self._token_bytes(pages) + boxes),
+                    Candidate(name, self._step(pages), self._token_bytes(pages) + boxes),
                     exact(query, *decoded, self.scale, seen),
                     _CODED_ROUNDING,
                 )
         names = (SPARSE_MODEL, DENSE_MODEL) if self.coded else (SPARSE, DENSE)
         chosen = exact(query, layer.keys, layer.values, self.scale, mask)
         sparse_bytes = self._token_bytes(self.selected, coded=False) + self.box_bytes
-        yield Candidate(names[0], self._step(self.selected, self.model_table), sparse_bytes), chosen, 0.0
+        yield Candidate(names[0], self._step(self.selected, plain=True), sparse_bytes), chosen, 0.0
         dense_bytes = self.shape.kv_bytes(self.context)
-        yield Candidate(names[1], self._step(sealed + 1, self.model_table), dense_bytes), everything, 0.0
+        yield Candidate(names[1], self._step(sealed + 1, plain=True), dense_bytes), everything, 0.0
 
-    def _step(self, selected: int, page_table: torch.Tensor) -> Callable[[torch.Tensor, Layer], torch.Tensor]:
-        return lambda query, layer: self.decode(query, layer, selected, page_table)
+    def _step(self, selected: int, *, plain: bool = False) -> Callable[[torch.Tensor, Layer], torch.Tensor]:
+        return lambda query, layer: self.decode(query, layer, selected, plain=plain)
 
     def _peers(self) -> Iterator[Candidate]:
         """Other implementations, over the keys and values in the model's type."""

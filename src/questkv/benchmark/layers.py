@@ -23,12 +23,14 @@ class Layer:
 
     Attributes:
         pages: For our operators.
+        plain: The same without coded pages, as a cache in the model's type has them.
         keys: [B, Hkv, context, D] view for the others.
         values: Like `keys`.
         coded: With ``kv_dtype="int8"`` what `pages` holds too: a coded page for every plain one, behind the plain ones.
     """
 
     pages: kernels.Pages
+    plain: kernels.Pages
     keys: torch.Tensor
     values: torch.Tensor
     coded: bool = False
@@ -78,4 +80,4 @@ def make_layer(shape: Shape, config: QuestConfig, context: int) -> Layer:
         tensor.view(shape.kv_heads, shape.batch, context, shape.head_dim).transpose(0, 1)
         for tensor in (segment.keys, segment.values)
     )
-    return Layer(layer, keys, values, coded)
+    return Layer(layer, kernels.Pages((segment,)) if coded else layer, keys, values, coded)
