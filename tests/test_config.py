@@ -99,7 +99,7 @@ _WRONG = {
     "optimism": (True, -0.1, 1.1, math.nan, math.inf, "1", None),
     "group": ("max", "", None, 1, ["mean"], "Mean"),
     "box_dtype": ("int4", "float16", None, 8),
-    "kv_dtype": ("int8", None, 16),
+    "kv_dtype": ("int4", None, 16),
     "backend": ("cuda", "", None, 1),
 }
 
@@ -271,3 +271,11 @@ def test_a_wrong_field_in_a_file_names_the_field_and_the_file(tmp_path, content,
         QuestConfig.from_file(path)
     assert str(caught.value).startswith(start)
     assert str(caught.value).endswith(f"(in {path})")
+
+
+def test_pages_in_eight_bits_need_boxes_in_eight_bits():
+    assert QuestConfig(kv_dtype="int8").kv_dtype == "int8"
+    with pytest.raises(
+        ConfigError, match=r"\[QuestConfig\] box_dtype: expected 'int8' with kv_dtype='int8', got 'model'"
+    ):
+        QuestConfig(kv_dtype="int8", box_dtype="model")

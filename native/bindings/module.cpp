@@ -25,8 +25,8 @@ using Tensor = nb::ndarray<nb::device::cpu, nb::c_contig>;
 using Indices = nb::ndarray<int64_t, nb::device::cpu, nb::c_contig>;
 using Floats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
 
-// slots [n], keys and values [n, Hkv, D], sealed [m].
-using NewTokens = std::tuple<Indices, Tensor, Tensor, Indices>;
+// slots [n], keys and values [n, Hkv, D], sealed [m], the coded pages [m] that they are coded into.
+using NewTokens = std::tuple<Indices, Tensor, Tensor, Indices, std::optional<Indices>>;
 
 DType dtype_of(const Tensor& tensor) {
     const nb::dlpack::dtype type = tensor.dtype();
@@ -39,17 +39,23 @@ DType dtype_of(const Tensor& tensor) {
 class LayerPages {
   public:
     LayerPages(std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<Tensor> boxes,
-               std::vector<std::optional<Floats>> scales)
-        : keys_(std::move(keys)), values_(std::move(values)), boxes_(std::move(boxes)), scales_(std::move(scales)) {
+               std::vector<std::optional<Floats>> scales, std::vector<std::optional<Floats>> value_scales)
+        : keys_(std::move(keys)),
+          values_(std::move(values)),
+          boxes_(std::move(boxes)),
+          scales_(std::move(scales)),
+          value_scales_(std::move(value_scales)) {
         if (keys_.empty() || values_.size() != keys_.size() || boxes_.size() != keys_.size() ||
-            scales_.size() != keys_.size())
+            scales_.size() != keys_.size() || value_scales_.size() != keys_.size())
             throw std::invalid_argument("[LayerPages] segments: expected as many values, boxes and scales as keys");
+        bool coded = false;
         int64_t start = 0;
         for (size_t i = 0; i < keys_.size(); ++i) {
             const int64_t pages = static_cast<int64_t>(keys_[i].shape(1));
             segments_.push_back({static_cast<char*>(keys_[i].data()), static_cast<char*>(values_[i].data()),
-                                 static_cast<char*>(boxes_[i].data()), scales_[i] ? scales_[i]->data() : nullptr, start,
-                                 pages});
+                                 static_cast<char*>(boxes_[i].data()), scales_[i] ? scales_[i]->data() : nullptr,
+                                 value_scales_[i] ? value_scales_[i]->data() : nullptr, start, pages});
+            coded |= segments_.back().coded();
             start += pages;
         }
         pages_ = {segments_.data(),
@@ -57,14 +63,15 @@ class LayerPages {
                   static_cast<int64_t>(keys_[0].shape(0)),
                   static_cast<int64_t>(keys_[0].shape(2)),
                   static_cast<int64_t>(keys_[0].shape(3)),
-                  dtype_of(keys_[0])};
+                  dtype_of(keys_[0]),
+                  coded};
     }
 
     const Pages& view() const { return pages_; }
 
   private:
     std::vector<Tensor> keys_, values_, boxes_;
-    std::vector<std::optional<Floats>> scales_;
+    std::vector<std::optional<Floats>> scales_, value_scales_;
     std::vector<Segment> segments_;
     Pages pages_{};
 };
@@ -97,10 +104,10 @@ NB_MODULE(_native, m) {
     m.doc() = "questkv's compiled CPU kernels; questkv.kernels documents and validates what they take.";
 
     nb::class_<LayerPages>(m, "LayerPages", "One layer's pages: lists of the segments' tensors.")
-        .def(nb::init<std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>,
+        .def(nb::init<std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>, std::vector<std::optional<Floats>>,
                       std::vector<std::optional<Floats>>>(),
              nb::arg("keys").noconvert(), nb::arg("values").noconvert(), nb::arg("boxes").noconvert(),
-             nb::arg("scales").noconvert());
+             nb::arg("scales").noconvert(), nb::arg("value_scales").noconvert());
 
     m.def(
         "instruction_sets",
@@ -123,11 +130,13 @@ NB_MODULE(_native, m) {
 
     m.def(
         "seal",
-        [](const std::string& isa, const LayerPages& pages, Indices page_ids, int threads) {
+        [](const std::string& isa, const LayerPages& pages, Indices page_ids, std::optional<Indices> into,
+           int threads) {
             nb::gil_scoped_release release;
-            table_named(isa).seal(pages.view(), static_cast<int64_t>(page_ids.size()), page_ids.data(), threads);
+            table_named(isa).seal(pages.view(), static_cast<int64_t>(page_ids.size()), page_ids.data(),
+                                  into ? into->data() : nullptr, threads);
         },
-        nb::arg("isa"), nb::arg("pages"), nb::arg("page_ids"), nb::arg("threads"));
+        nb::arg("isa"), nb::arg("pages"), nb::arg("page_ids"), nb::arg("into").none(), nb::arg("threads"));
 
     m.def(
         "estimate",
@@ -179,11 +188,12 @@ NB_MODULE(_native, m) {
            std::optional<NewTokens> fresh, Tensor out, int threads) {
             nb::gil_scoped_release release;
             if (fresh) {
-                const auto& [slots, keys, values, sealed] = *fresh;
+                const auto& [slots, keys, values, sealed, into] = *fresh;
                 table_named(isa).append(pages.view(), static_cast<int64_t>(slots.size()), slots.data(),
                                         static_cast<const char*>(keys.data()), static_cast<const char*>(values.data()),
                                         threads);
-                table_named(isa).seal(pages.view(), static_cast<int64_t>(sealed.size()), sealed.data(), threads);
+                table_named(isa).seal(pages.view(), static_cast<int64_t>(sealed.size()), sealed.data(),
+                                      into ? into->data() : nullptr, threads);
             }
             table_named(isa).decode(pages.view(), rows_of(q, page_table, lengths), num_selected.data(),
                                     softmax_of(scale, softcap, sinks),

@@ -1,207 +1,24 @@
-// Attention of an item over a list of pages, part by part.
+// Attention of items over their lists of pages, part by part.
 #pragma once
 
-#include <type_traits>
-
-#include "items.h"
+#include "codes.h"
+#include "plain.h"
 
 namespace questkv::QUESTKV_ISA_NAME {
 
-// Softmax state of an item over a part of its list: m, l [heads], acc [heads, padded(D)] in pair order.
-struct Partial {
-    float *m, *l, *acc;
-};
-
-inline Partial partial_at(float* buffer, int64_t heads) { return {buffer, buffer + heads, buffer + 2 * heads}; }
-inline int64_t partial_size(int64_t heads, int64_t width) { return heads * (2 + width); }
-
-// The pages that an item reads: a null list is the identity, and its last entry is the open page.
-struct List {
-    const int64_t* pages;
-    int64_t selected, in_open;  // sealed pages in the list, tokens of the open page
-    int64_t open;               // its logical page
-};
-
-inline int64_t pages_a_part(const Pages& pages, const List& list) {
-    const int64_t quarter = (list.selected + 1) * pages.page_size / 4;
-    return most(1, least(most(quarter, kFewestTokens), kMostTokens) / pages.page_size);
-}
-
-// Tokens of a part of a list: where each four of them lie.
-struct Tokens {
-    const char **keys, **values;
-    int64_t count;
-    bool in_order;  // most pages follow one another in memory
-};
-
-// The tokens of list entries [first, last) . Where
-// four tokens can be of two pages (S is no multiple of 4), they are copied to `copies`.
-inline Tokens tokens_of(const Pages& pages, int64_t kv_head, const int64_t* table, const List& list, int64_t first,
-                        int64_t last, const char** keys, const char** values, Buffer<char>& copies) {
-    const int64_t row_bytes = pages.head_dim * size_of(pages.dtype), page_bytes = pages.page_bytes();
-    const bool copied = pages.page_size % 4 != 0;
-    const int64_t room = ((last - first) * pages.page_size + 3) / 4 * 4 * row_bytes;
-    char* copy = copied ? copies.of(2 * room) : nullptr;
-    int64_t n = 0, followers = 0;
-    const char* expected = nullptr;
-    for (int64_t e = first; e < last; ++e) {
-        const bool open = e == list.selected;
-        const int64_t page = table[open ? list.open : list.pages ? list.pages[e] : e];
-        const Segment& segment = pages.segment_of(page);
-        const int64_t offset = (kv_head * segment.pages + page - segment.start) * page_bytes;
-        const int64_t tokens = open ? list.in_open : pages.page_size;
-        const char *key = segment.keys + offset, *value = segment.values + offset;
-        followers += key == expected;
-        expected = key + page_bytes;
-        if (copied) {
-            std::memcpy(copy + n * row_bytes, key, static_cast<size_t>(tokens * row_bytes));
-            std::memcpy(copy + room + n * row_bytes, value, static_cast<size_t>(tokens * row_bytes));
-        } else {
-            for (int64_t t = 0; t < tokens; t += 4) {
-                keys[(n + t) / 4] = key + t * row_bytes;
-                values[(n + t) / 4] = value + t * row_bytes;
-            }
-        }
-        n += tokens;
-    }
-    if (copied)
-        for (int64_t t = 0; t < n; t += 4) {
-            keys[t / 4] = copy + t * row_bytes;
-            values[t / 4] = copy + room + t * row_bytes;
-        }
-    return {keys, values, n, copied || 4 * followers > 3 * (last - first)};
-}
-
-// Scores to weights: logits = scale * scores (capped), m = their maximum, p = exp(logit - m), l = sum of p.
-inline void softmax_part(float* scores, int64_t n, const Softmax& softmax, float* m, float* l) {
-    const V scale = set1(softmax.scale);
-    V most = set1(-kInfinity);
-    for (int64_t i = 0; i < n; i += W) {
-        V s = load<V>(scores + i) * scale;
-        if (softmax.softcap > 0) s = softmax.softcap * tanh(s / softmax.softcap);
-        if (i + W > n)
-            for (int64_t j = n - i; j < W; ++j) s[j] = -kInfinity;
-        store(scores + i, s);
-        most = vmax(most, s);
-    }
-    float top = most[0];
-    for (int j = 1; j < W; ++j) top = most[j] > top ? most[j] : top;
-    const V reference = set1(top == -kInfinity ? 0.0f : top);
-    V total = {};
-    for (int64_t i = 0; i < n; i += W) {
-        const V p = exp(load<V>(scores + i) - reference);
-        store(scores + i, p);
-        total += p;
-    }
-    *m = top;
-    *l = sum(total);
-}
-
-// What rows of T are multiplied with: bf16 where the machine multiplies those, else floats.
-template <class T>
-struct Factor {
-    using type = float;
-};
-#if defined(__AVX512BF16__)
-template <>
-struct Factor<bf16> {
-    using type = bf16;
-};
-#endif
-
-// Queries of an item [heads, padded(D)], zeros at the end; floats are in T's pair order.
-template <class T>
-struct Queries {
-    const typename Factor<T>::type* data;
-    const typename Factor<T>::type* of(int64_t head, int64_t width) const { return data + head * width; }
-};
-
-template <class T>
-Queries<T> arrange_queries(const Pages& pages, const Rows& rows, const Item& item, Workspace& w) {
-    const int64_t dim = pages.head_dim, width = padded(dim);
-    const T* q = reinterpret_cast<const T*>(rows.q) + (item.row * rows.heads + item.first_head) * dim;
-    if constexpr (std::is_same_v<typename Factor<T>::type, bf16>) {
-        bf16* pairs = w.query16.of(item.heads * width);
-        std::memset(pairs, 0, static_cast<size_t>(item.heads * width) * sizeof(bf16));
-        for (int64_t h = 0; h < item.heads; ++h)
-            std::memcpy(pairs + h * width, q + h * dim, static_cast<size_t>(dim) * sizeof(bf16));
-        return {pairs};
-    } else {
-        float* floats = w.query.of(item.heads * width);
-        float* plain = w.lo.of(dim);
-        for (int64_t h = 0; h < item.heads; ++h) {
-            for (int64_t d = 0; d < dim; ++d) plain[d] = to_float(q[h * dim + d]);
-            arrange<T>(plain, dim, floats + h * width);
-        }
-        return {floats};
-    }
+inline int64_t parts_of(const Pages& pages, const List& list) {
+    const int64_t a_part = pages_a_part(pages, list);
+    // The open page is never coded: where others are, it is a part of its own.
+    if (pages.coded) return (list.selected + a_part - 1) / a_part + 1;
+    return (list.selected + 1 + a_part - 1) / a_part;
 }
 
 template <class T>
 inline void attend_part(const Pages& pages, const Rows& rows, const Item& item, const Queries<T>& q, const List& list,
                         int64_t part, const Softmax& softmax, const Partial& out, Workspace& w) {
-    const int64_t dim = pages.head_dim, width = padded(dim), a_part = pages_a_part(pages, list);
-    const int64_t first = part * a_part, last = least(first + a_part, list.selected + 1);
-    const int64_t* table = rows.page_table + item.row * rows.table_width;
-    // Entries of the next part whose tokens are prefetched in this one.
-    const int64_t soon = pages.page_size % 4 ? 0 : (kAhead + pages.page_size - 1) / pages.page_size;
-    const int64_t end = least(last + soon, list.selected + 1);
-    const int64_t room = ((end - first) * pages.page_size + W + kAhead) / 4 + 1;
-    const Tokens next =
-        tokens_of(pages, item.kv_head, table, list, last, end, w.next_keys.of(room), w.next_values.of(room), w.copies);
-    const Tokens tokens =
-        tokens_of(pages, item.kv_head, table, list, first, last, w.key_rows.of(room), w.value_rows.of(room), w.copies);
-    // What is read next is prefetched last: behind the keys the values, behind the values the next part's keys. The
-    // keys of the last W tokens may be read past the end too: their products are left out of the softmax.
-    const int64_t n = tokens.count, quads = (n + 3) / 4;
-    const char **keys = tokens.keys, **values = tokens.values;
-    for (int64_t i = 0; i < (W + kAhead) / 4; ++i) {
-        keys[quads + i] = values[least(i, quads - 1)];
-        values[quads + i] = 4 * i < next.count ? next.keys[i] : values[quads - 1];
-    }
-    const int64_t stride = (n + W - 1) / W * W, row_bytes = dim * static_cast<int64_t>(sizeof(T));
-    float* scores = w.sums.of(item.heads * stride);
-    const auto run = [&]<Ahead of_keys, Ahead of_values>() {
-        constexpr int64_t near = (of_keys == Ahead::twice ? kAhead / 2 : W) / 4, far = kAhead / 4;
-        for (int64_t i = 0; i < n; i += W) {
-            const char* const* at = keys + i / 4;
-            const FourRows rows{at, row_bytes}, next[2] = {{at + near, row_bytes}, {at + far, row_bytes}};
-            with_heads(item.heads, [&]<int H>(int64_t h) {
-                float* to = scores + h * stride + i;
-                if (h) dot_rows<T, H, Ahead::nothing>(rows, next, dim, q.of(h, width), to, stride);
-                else dot_rows<T, H, of_keys>(rows, next, dim, q.of(h, width), to, stride);
-            });
-        }
-        for (int64_t h = 0; h < item.heads; ++h) softmax_part(scores + h * stride, n, softmax, out.m + h, out.l + h);
-        fill(out.acc, out.acc + item.heads * width, 0.0f);
-        for (int64_t i = 0; i < n; i += W) {
-            const char* const* at = values + i / 4;
-            const FourRows rows{at, row_bytes}, next[2] = {{at + near, row_bytes}, {at + far, row_bytes}};
-            const int count = static_cast<int>(least(W, n - i));
-            with_heads(item.heads, [&]<int H>(int64_t h) {
-                const float* weights = scores + h * stride + i;
-                float* to = out.acc + h * width;
-                if (h) add_rows<T, H, Ahead::nothing>(rows, next, count, dim, weights, stride, to);
-                else add_rows<T, H, of_values>(rows, next, count, dim, weights, stride, to);
-            });
-        }
-    };
-    // Rows that more heads share are read too slowly for the hardware to guess the next.
-    if (tokens.in_order && item.heads <= 2) run.template operator()<Ahead::once, Ahead::nothing>();
-    else run.template operator()<Ahead::twice, Ahead::twice>();
-}
-
-// Merge part into sum: the softmax over both.
-inline void merge(const Partial& sum, const Partial& part, int64_t heads, int64_t width) {
-    for (int64_t h = 0; h < heads; ++h) {
-        const float top = part.m[h] > sum.m[h] ? part.m[h] : sum.m[h];
-        const float a = sum.m[h] == -kInfinity ? 0.0f : std::exp(sum.m[h] - top);
-        const float b = part.m[h] == -kInfinity ? 0.0f : std::exp(part.m[h] - top);
-        sum.l[h] = sum.l[h] * a + part.l[h] * b;
-        for (int64_t d = 0; d < width; ++d)
-            sum.acc[h * width + d] = sum.acc[h * width + d] * a + part.acc[h * width + d] * b;
-        sum.m[h] = top;
-    }
+    if (!pages.coded) attend_plain<T>(pages, rows, item, q, list, part, softmax, out, w);
+    else if (part < parts_of(pages, list) - 1) attend_sealed<T>(pages, rows, item, list, part, softmax, out, w);
+    else attend_plain<T>(pages, rows, item, q, {nullptr, 0, list.in_open, list.open}, 0, softmax, out, w);
 }
 
 template <class T>
@@ -225,11 +42,6 @@ inline void write_out(const Pages& pages, const Rows& rows, const Item& item, co
                     if (d < dim) from_float(sum.acc[h * width + c + b * W + i] * share / total, row + d);
                 }
     }
-}
-
-inline int64_t parts_of(const Pages& pages, const List& list) {
-    const int64_t a_part = pages_a_part(pages, list);
-    return (list.selected + 1 + a_part - 1) / a_part;
 }
 
 template <class T>

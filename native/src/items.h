@@ -94,12 +94,23 @@ inline int64_t sealed_pages(const Pages& pages, const Rows& rows, int64_t row) {
     return (rows.lengths[row] - 1) / pages.page_size;
 }
 
+// One sealed page of one KV head.
+struct SealedPage {
+    const char *keys, *values;
+    const int8_t* box;          // [2, D] codes of a coded page
+    float scale;                // of its box
+    const float* value_scales;  // [S, 2], null for a plain page
+};
+
 // Scratch that a thread keeps between calls.
 struct Workspace {
     Buffer<float> query, weights, scores, partial, sums, lo, hi;
     Buffer<uint32_t> keys;
     Buffer<bf16> query16;
     Buffer<int8_t> digits;
+    Buffer<int32_t> words, totals;
+    Buffer<float> decoded, plain_query, float_query, token_weights;
+    Buffer<SealedPage> sealed;
     Buffer<char> copies;
     Buffer<const char*> key_rows, value_rows, next_keys, next_values, boxes;
 };

@@ -33,18 +33,27 @@ void append(const Pages& pages, int64_t n, const int64_t* slots, const char* key
     });
 }
 
-void seal(const Pages& pages, int64_t n, const int64_t* page_ids, int threads) {
+void seal(const Pages& pages, int64_t n, const int64_t* page_ids, const int64_t* into, int threads) {
     with_dtype(pages.dtype, [&]<class T>() {
         run_units(n * pages.kv_heads < 64 ? 1 : threads, n, [&](int64_t i) {
             Workspace& w = workspace();
             float* lo = w.lo.of(pages.head_dim);
             float* hi = w.hi.of(pages.head_dim);
-            const Segment& segment = pages.segment_of(page_ids[i]);
+            const int64_t target = into ? into[i] : page_ids[i];
+            const Segment &from = pages.segment_of(page_ids[i]), &to = pages.segment_of(target);
             for (int64_t h = 0; h < pages.kv_heads; ++h) {
-                const int64_t at = h * segment.pages + page_ids[i] - segment.start;
-                seal_page(reinterpret_cast<const T*>(segment.keys + at * pages.page_bytes()), pages.page_size,
-                          pages.head_dim, lo, hi, segment.boxes + at * pages.box_bytes(),
-                          segment.scales ? segment.scales + at : nullptr);
+                const int64_t source = h * from.pages + page_ids[i] - from.start;
+                const int64_t at = h * to.pages + target - to.start;
+                const T* keys = reinterpret_cast<const T*>(from.keys + source * pages.page_bytes());
+                char* box = to.boxes + at * pages.box_bytes();
+                seal_page(keys, pages.page_size, pages.head_dim, lo, hi, box, to.scales ? to.scales + at : nullptr);
+                if (!to.coded()) continue;
+                const int64_t codes = pages.page_size * pages.head_dim;
+                code_keys(keys, pages.page_size, pages.head_dim, reinterpret_cast<const int8_t*>(box), to.scales[at],
+                          reinterpret_cast<uint8_t*>(to.keys + at * codes));
+                code_values(reinterpret_cast<const T*>(from.values + source * pages.page_bytes()), pages.page_size,
+                            pages.head_dim, to.value_scales + at * pages.page_size * 2,
+                            reinterpret_cast<uint8_t*>(to.values + at * codes));
             }
         });
     });

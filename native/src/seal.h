@@ -1,4 +1,4 @@
-// Boxes: the lowest and highest value of every key channel of a page.
+// Boxes, the lowest and highest value of every key channel of a page, and codes, a page's content in eight bits.
 #pragma once
 
 #include <cmath>
@@ -50,6 +50,49 @@ void seal_page(const T* keys, int64_t page_size, int64_t head_dim, float* lo, fl
         codes[head_dim + d] = static_cast<int8_t>(code_hi);
     }
     *scale = s;
+}
+
+inline uint8_t code_of(double place) {
+    const double code = std::nearbyint(place);
+    return static_cast<uint8_t>(code < 0 ? 0 : code > 255 ? 255 : code);
+}
+
+// Code keys [S, D] as places inside their box, 0 at lo and 255 at hi: 0 where the box has no width or hides a page.
+template <class T>
+void code_keys(const T* keys, int64_t page_size, int64_t head_dim, const int8_t* box, float scale, uint8_t* codes) {
+    const bool shown = scale <= std::numeric_limits<float>::max();
+    for (int64_t d = 0; d < head_dim; ++d) {
+        const double lo = double{scale} * box[d], width = double{scale} * (box[head_dim + d] - box[d]);
+        for (int64_t t = 0; t < page_size; ++t) {
+            const int64_t i = t * head_dim + d;
+            codes[i] = shown && width > 0 ? code_of((double{to_float(keys[i])} - lo) * 255 / width) : uint8_t{0};
+        }
+    }
+}
+
+// Code values [S, D], each token between its own extremes; scales [S, 2] take step and offset, NaN for a token that
+// holds a NaN or infinite value.
+template <class T>
+void code_values(const T* values, int64_t page_size, int64_t head_dim, float* scales, uint8_t* codes) {
+    for (int64_t t = 0; t < page_size; ++t) {
+        const T* row = values + t * head_dim;
+        float lo = to_float(row[0]), hi = lo;
+        bool finite = true;
+        for (int64_t d = 0; d < head_dim; ++d) {
+            const float v = to_float(row[d]);
+            lo = v < lo ? v : lo;
+            hi = v > hi ? v : hi;
+            finite &= std::fabs(v) <= std::numeric_limits<float>::max();
+        }
+        const float step = (hi - lo) / 255;
+        finite &= step <= std::numeric_limits<float>::max();
+        scales[2 * t] = finite ? step : std::numeric_limits<float>::quiet_NaN();
+        scales[2 * t + 1] = finite ? lo : std::numeric_limits<float>::quiet_NaN();
+        for (int64_t d = 0; d < head_dim; ++d) {
+            const bool coded = finite && step > 0;
+            codes[t * head_dim + d] = coded ? code_of((double{to_float(row[d])} - lo) / step) : uint8_t{0};
+        }
+    }
 }
 
 }  // namespace questkv::QUESTKV_ISA_NAME

@@ -117,6 +117,13 @@ inline std::vector<Close> attention(const Problem& problem, int64_t row, int64_t
         logits.push_back(softmax.softcap > 0 ? softmax.softcap * std::tanh(sum / softmax.softcap) : sum);
     }
     double error = static_cast<double>(dim + 2) * kU * size + (softmax.softcap > 0 ? 10 * kU * largest : 0);
+    // Coded keys: decoding in float, and folded queries in steps of 1 / (127 * 256) of the largest; like those of the
+    // weights below, the roundings are independent and even, so six standard deviations bound their sum.
+    double widest = 0;
+    for (int64_t d = 0; d < dim; ++d)
+        widest = std::max(widest, std::fabs(q[d]) * 254 * problem.box_scale * softmax.scale);
+    const double rounding = 6 / std::sqrt(12.0) / (127 * 256);
+    error += (8 * static_cast<double>(dim) * kU + rounding * std::sqrt(static_cast<double>(dim))) * widest;
     if (softmax.sinks) logits.push_back(softmax.sinks[head]);
     for (const double x : logits) most = std::max(most, x), least = std::min(least, x);
     double total = 0;
@@ -131,6 +138,7 @@ inline std::vector<Close> attention(const Problem& problem, int64_t row, int64_t
             sizes += std::fabs(part);
         }
         out[d].bound = 1.01 * relative * sizes + kTiny;
+        out[d].bound += rounding * std::sqrt(static_cast<double>(tokens.size())) * 255 * problem.value_step;
         if (s.dtype != DType::f32)
             out[d].bound += (std::fabs(out[d].value) + out[d].bound) * epsilon(s.dtype) / 2 + smallest(s.dtype);
     }

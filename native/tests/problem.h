@@ -90,12 +90,12 @@ struct Shape {
     }
 };
 
-// Pages of one layer in several segments.
+// Pages of one layer in several segments, behind which there may be one of coded pages.
 class Layer {
   public:
-    Layer(const Shape& shape, const std::vector<int64_t>& segment_pages) : shape_(shape) {
+    Layer(const Shape& shape, const std::vector<int64_t>& segment_pages, int64_t coded_pages = 0) : shape_(shape) {
         int64_t start = 0;
-        store_.reserve(segment_pages.size());
+        store_.reserve(segment_pages.size() + 1);
         for (const int64_t n : segment_pages) {
             const size_t numbers = static_cast<size_t>(shape.kv_heads * n * shape.page_size * shape.head_dim);
             const size_t bounds = static_cast<size_t>(shape.kv_heads * n * 2 * shape.head_dim);
@@ -104,12 +104,24 @@ class Layer {
             store.boxes = shape.int8_boxes ? std::vector<char>(bounds, 99) : poison(shape.dtype, bounds);
             if (shape.int8_boxes) store.scales.assign(static_cast<size_t>(shape.kv_heads * n), std::nanf(""));
             segments_.push_back({store.keys.data(), store.values.data(), store.boxes.data(),
-                                 shape.int8_boxes ? store.scales.data() : nullptr, start, n});
+                                 shape.int8_boxes ? store.scales.data() : nullptr, nullptr, start, n});
             start += n;
+        }
+        if (coded_pages) {
+            const size_t rows = static_cast<size_t>(shape.kv_heads * coded_pages * shape.page_size);
+            Store& store = store_.emplace_back();
+            store.keys.assign(rows * static_cast<size_t>(shape.head_dim), 99);
+            store.values = store.keys;
+            store.boxes.assign(static_cast<size_t>(shape.kv_heads * coded_pages * 2 * shape.head_dim), 99);
+            store.scales.assign(static_cast<size_t>(shape.kv_heads * coded_pages), std::nanf(""));
+            store.value_scales.assign(2 * rows, std::nanf(""));
+            segments_.push_back({store.keys.data(), store.values.data(), store.boxes.data(), store.scales.data(),
+                                 store.value_scales.data(), start, coded_pages});
         }
         pages_ = {segments_.data(), static_cast<int64_t>(segments_.size()),
                   shape.kv_heads,   shape.page_size,
-                  shape.head_dim,   shape.dtype};
+                  shape.head_dim,   shape.dtype,
+                  coded_pages > 0};
     }
     Layer(const Layer&) = delete;
 
@@ -120,6 +132,19 @@ class Layer {
         const Segment& s = segment(page);
         const int64_t at = (head * s.pages + page - s.start) * shape_.page_size + slot;
         return (values ? s.values : s.keys) + at * shape_.row_bytes();
+    }
+
+    // A coded page's code of a key or value.
+    int code(bool values, int64_t head, int64_t page, int64_t slot, int64_t d) const {
+        const Segment& s = segment(page);
+        const int64_t at = ((head * s.pages + page - s.start) * shape_.page_size + slot) * shape_.head_dim + d;
+        return static_cast<unsigned char>((values ? s.values : s.keys)[at]);
+    }
+
+    // Step and offset of a coded page's values in one slot.
+    const float* value_scale(int64_t head, int64_t page, int64_t slot) const {
+        const Segment& s = segment(page);
+        return s.value_scales + 2 * ((head * s.pages + page - s.start) * shape_.page_size + slot);
     }
 
     double bound(int64_t head, int64_t page, bool hi, int64_t d) const {
@@ -143,7 +168,7 @@ class Layer {
   private:
     struct Store {
         std::vector<char> keys, values, boxes;
-        std::vector<float> scales;
+        std::vector<float> scales, value_scales;
     };
 
     static std::vector<char> poison(DType type, size_t numbers) {
@@ -175,6 +200,8 @@ struct Problem {
     std::vector<double> q_numbers;                      // [R, Hq, D]
     std::vector<std::vector<double>> key_of, value_of;  // per row [Hkv, L, D]
     float scale = 0;
+    // Of coded pages: the largest scale of a box and step of a value, 0 where there are none.
+    double box_scale = 0, value_step = 0;
 
     Problem(const Shape& s, unsigned seed) : shape(s), lengths(s.lengths), random_(seed) {
         int64_t pages = 3;  // free ones

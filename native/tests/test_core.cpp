@@ -59,7 +59,8 @@ void check_box(const Shape& s, Layer& layer, int64_t head, int64_t page) {
 }
 
 void test_seal(const KernelTable& kernels, const Problem& problem, Layer& layer, int threads) {
-    kernels.seal(layer.pages(), static_cast<int64_t>(problem.sealed_ids.size()), problem.sealed_ids.data(), threads);
+    kernels.seal(layer.pages(), static_cast<int64_t>(problem.sealed_ids.size()), problem.sealed_ids.data(), nullptr,
+                 threads);
     std::vector<bool> sealed(
         static_cast<size_t>(problem.segment_pages[0] + problem.segment_pages[1] + problem.segment_pages[2]));
     for (const int64_t page : problem.sealed_ids) sealed[page] = true;
@@ -103,12 +104,65 @@ void test_bad_key(const KernelTable& kernels, const Problem& problem) {
     write_tokens(problem, layer);
     char* key = layer.token(false, 0, problem.sealed_ids[0], problem.shape.page_size - 1);
     write_number(problem.shape.dtype, kInf, key + (problem.shape.head_dim - 1) * size_of(problem.shape.dtype));
-    kernels.seal(layer.pages(), static_cast<int64_t>(problem.sealed_ids.size()), problem.sealed_ids.data(), 1);
+    kernels.seal(layer.pages(), static_cast<int64_t>(problem.sealed_ids.size()), problem.sealed_ids.data(), nullptr, 1);
     for (const Group group : {Group::mean, Group::softmax_mean, Group::per_head}) {
         const Scoring scoring{1.0f, group, 0, 0};
         check_scores(problem, layer, scoring, estimate(kernels, problem, layer, scoring, 1));
     }
 }
+
+// Codes of one page in one KV head, as they must be; what they decode to goes into the problem.
+void check_codes(Problem& problem, const Problem& plain, const Layer& layer, int64_t row, int64_t head, int64_t p) {
+    const Shape& s = problem.shape;
+    const int64_t page = problem.table[row * problem.table_width + p];
+    const double scale = layer.scale(head, page);
+    problem.box_scale = std::max(problem.box_scale, scale);
+    bool right = true;
+    for (int64_t slot = 0; slot < s.page_size; ++slot) {
+        const int64_t t = p * s.page_size + slot;
+        const double *key = plain.token(false, row, head, t), *value = plain.token(true, row, head, t);
+        const float lowest = static_cast<float>(*std::min_element(value, value + s.head_dim));
+        const float highest = static_cast<float>(*std::max_element(value, value + s.head_dim));
+        const float step = (highest - lowest) / 255;
+        const float* stored = layer.value_scale(head, page, slot);
+        right = right && stored[0] == step && stored[1] == lowest;
+        problem.value_step = std::max(problem.value_step, static_cast<double>(step));
+        double* decoded_key = problem.key_of[row].data() + (head * problem.lengths[row] + t) * s.head_dim;
+        double* decoded_value = problem.value_of[row].data() + (head * problem.lengths[row] + t) * s.head_dim;
+        for (int64_t d = 0; d < s.head_dim; ++d) {
+            const double lo = layer.bound(head, page, false, d) * scale, hi = layer.bound(head, page, true, d) * scale;
+            const int code = layer.code(false, head, page, slot, d), of_value = layer.code(true, head, page, slot, d);
+            right = right &&
+                    code == (hi > lo ? std::clamp(std::nearbyint((key[d] - lo) * 255 / (hi - lo)), 0.0, 255.0) : 0);
+            right = right && of_value == (step > 0 ? std::nearbyint((value[d] - lowest) / step) : 0);
+            decoded_key[d] = lo + code * (hi - lo) / 255;
+            decoded_value[d] = lowest + static_cast<double>(step) * of_value;
+        }
+    }
+    CHECK(right);
+}
+
+// The same tokens with their sealed pages in eight bits: attention over what the codes say.
+struct Coded {
+    Problem problem;
+    Layer layer;
+
+    Coded(const KernelTable& kernels, const Problem& plain, int threads)
+        : problem(plain), layer(plain.shape, plain.segment_pages, static_cast<int64_t>(plain.sealed_ids.size())) {
+        int64_t next = plain.segment_pages[0] + plain.segment_pages[1] + plain.segment_pages[2];
+        std::vector<int64_t> into;
+        for (int64_t r = 0; r < plain.shape.rows(); ++r)
+            for (int64_t p = 0; p < plain.shape.sealed(r); ++p) {
+                into.push_back(next);
+                problem.table[r * plain.table_width + p] = next++;
+            }
+        write_tokens(plain, layer);
+        kernels.seal(layer.pages(), static_cast<int64_t>(into.size()), plain.sealed_ids.data(), into.data(), threads);
+        for (int64_t r = 0; r < plain.shape.rows(); ++r)
+            for (int64_t h = 0; h < plain.shape.kv_heads; ++h)
+                for (int64_t p = 0; p < plain.shape.sealed(r); ++p) check_codes(problem, plain, layer, r, h, p);
+    }
+};
 
 void test_select(const KernelTable& kernels, unsigned seed) {
     tally().where = std::string(kernels.name) + " select";
@@ -294,6 +348,14 @@ void test_shape(const Shape& shape, unsigned seed) {
         test_attend(kernels, problem, layer, &own, capped, some_own);
         for (const Group group : {Group::mean, Group::softmax_mean, Group::per_head})
             test_decode(kernels, problem, layer, group == Group::mean ? plain : capped, {0.5f, group, 1, 1});
+        if (!shape.int8_boxes || problem.sealed_ids.empty()) continue;
+        const Coded coded(kernels, problem, 2);
+        tally().where += " coded";
+        test_attend(kernels, coded.problem, coded.layer, nullptr, plain,
+                    expected_output(coded.problem, nullptr, plain));
+        test_attend(kernels, coded.problem, coded.layer, &own, capped, expected_output(coded.problem, &own, capped));
+        test_decode(kernels, coded.problem, coded.layer, plain, {0.5f, Group::mean, 1, 1});
+        test_decode(kernels, coded.problem, coded.layer, capped, {0.5f, Group::per_head, 1, 1});
     }
 }
 

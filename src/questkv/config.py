@@ -16,7 +16,7 @@ from questkv.errors import ConfigError
 
 GROUP_RULES = ("mean", "softmax_mean", "per_head")
 BOX_DTYPES = ("int8", "model")
-KV_DTYPES = ("model",)
+KV_DTYPES = ("model", "int8")
 # Behind "auto", best first.
 BACKENDS = ("auto", "native", "reference")
 
@@ -39,7 +39,8 @@ class QuestConfig:
         group: How the G query heads that share a KV head agree on pages: ``mean`` of their scores, ``softmax_mean``
             of their shares, or ``per_head``, each for itself (the paper's rule).
         box_dtype: ``int8`` (rounded outward, one scale per page and KV head) or ``model`` (the keys' own type).
-        kv_dtype: Type of sealed pages' keys and values; ``model`` keeps the model's own.
+        kv_dtype: Type of sealed pages' keys and values: ``model`` keeps the model's own, ``int8`` codes them in eight
+            bits when the page is sealed, half the bytes of 16-bit keys and values (needs ``box_dtype="int8"``).
         dense_below: Contexts shorter than this many tokens are read densely.
         sparse_prefill: Runs of up to this many new tokens behind an existing context are decoded sparsely, token by
             token; longer runs are dense prefill.
@@ -72,6 +73,9 @@ class QuestConfig:
         _check_choice("group", self.group, GROUP_RULES)
         _check_choice("box_dtype", self.box_dtype, BOX_DTYPES)
         _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.kv_dtype == "int8" and self.box_dtype != "int8":
+            # A key is coded within its page's box, so the box must be of the kind that the code was made with.
+            raise _error("box_dtype", "'int8' with kv_dtype='int8'", self.box_dtype)
         _check_choice("backend", self.backend, BACKENDS)
         self._check_budget()
 

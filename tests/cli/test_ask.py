@@ -39,11 +39,30 @@ def test_answer_on_stdout_and_one_line_of_numbers_on_stderr(run: Run, tiny_model
 def test_json_dash_leaves_only_json_on_stdout(run: Run, tiny_model: str, document: Path) -> None:
     result = ask(run, document, tiny_model, "--budget", "112", "--json", "-")
     values = json.loads(result.stdout)
-    assert list(values) == [*KEYS, "token_budget"]
+    assert list(values) == [*KEYS, "cache_bytes", "token_budget", "kv_dtype"]
     assert values["generated_tokens"] == 8
     assert values["token_budget"] == 112
     assert values["prompt_tokens"] > 600
     assert 0 < values["pages_read"] < values["pages_held"]
+
+
+def test_pages_in_eight_bits_hold_fewer_bytes(run: Run, tiny_model: str, document: Path) -> None:
+    held = {}
+    for kv_dtype in ("model", "int8"):
+        options = ("--budget", "112", "--dtype", "float32", "--kv-dtype", kv_dtype, "--json", "-")
+        result = ask(run, document, tiny_model, *options)
+        assert result.exit_code == 0, result.output
+        values = json.loads(result.stdout)
+        assert values["kv_dtype"] == kv_dtype
+        held[kv_dtype] = values["cache_bytes"]
+        assert f"cache {values['cache_bytes'] / 2**20:.1f} MiB" in result.stderr
+    # Hkv 2, S 16, D 8: a token costs 2 * 8 + 8 bytes instead of 64, a box 20; the open page stays as it is.
+    plain, coded = 2 * (16 * 64 + 20), 2 * (16 * 24 + 20)
+    pages = held["model"] // (3 * plain)
+    assert (held["model"], held["int8"]) == (3 * pages * plain, 3 * ((pages - 1) * coded + plain))
+    assert "--kv-dtype: expected 'model' or 'int8', got 'fp8'" in error_line(
+        ask(run, document, tiny_model, "--kv-dtype", "fp8"), code=2
+    )
 
 
 def test_json_file_holds_the_streamed_answer(run: Run, tiny_model: str, document: Path, tmp_path: Path) -> None:

@@ -53,6 +53,19 @@ def test_contexts_are_swept_and_the_table_names_each(tmp_path: Path) -> None:
     assert {row["context"] for row in rows} == {512, 1024}
 
 
+def test_pages_in_eight_bits_are_compared_with_the_models_type() -> None:
+    code, out, err = run("--kv-dtype", "int8")
+    assert code == 0, err
+    assert "pages in eight bits: sparse" in out
+    code, out, _ = run("--kv-dtype", "int8", "--json", "-")
+    values = json.loads(out)
+    assert code == 0
+    medians = {row["name"]: row["median_ms"] for row in values["rows"]}
+    expected = medians["questkv-sparse-model"] / medians["questkv-sparse"]
+    assert values["speedup_over_sparse_model"] == pytest.approx(expected)
+    assert values["config"]["kv_dtype"] == "int8"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -62,6 +75,7 @@ def test_contexts_are_swept_and_the_table_names_each(tmp_path: Path) -> None:
         (["--preset", "gpt-9"], 2, "expected one of llama2-7b"),
         (["--budget", "32"], 2, "expected at least 96 tokens"),
         (["--heads", "5"], 2, "expected a multiple of 2 KV heads"),
+        (["--kv-dtype", "int4"], 2, "expected 'model' or 'int8'"),
         (["--dtype", "int8"], 2, "expected one of float32"),
         (["--json", "/nowhere/rows.json"], 1, "there is no folder"),
         (["--plot", "/nowhere/times.png"], 1, "--plot /nowhere/times.png: there is no folder"),

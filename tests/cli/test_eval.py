@@ -47,6 +47,14 @@ def test_a_run_writes_rows_table_markdown_json_and_figure(run: Run, tiny_model: 
     assert (tmp_path / "figure.svg").read_bytes().startswith(b"<?xml")
 
 
+def test_pages_in_eight_bits_are_every_methods(run: Run, tiny_model: str, tmp_path: Path) -> None:
+    few = [*FEW, "--samples", "1", "--kv-dtype", "int8"]
+    done = run("eval", "passkey", "--model", tiny_model, *few, "--methods", "full,quest,h2o,oracle", "--output", "out")
+    assert done.exit_code == 0, done.stderr
+    assert {row["kv_dtype"] for row in rows_of(tmp_path / "out")} == {"int8"}
+    assert json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))["quest"]["kv_dtype"] == "int8"
+
+
 def test_json_on_standard_output_is_all_there_is(run: Run, tiny_model: str) -> None:
     done = run("eval", "passkey", "--model", tiny_model, *FEW, "--samples", "1", "--methods", "full", "--json", "-")
     assert done.exit_code == 0, done.stderr

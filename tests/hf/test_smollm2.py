@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +77,10 @@ class Passkeys:
     They begin alike, so each is a fork of the last one, cropped to what they share.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, kv_dtype: str) -> None:
         samples = list(Passkey(lengths=(3800,), positions=8).samples(loaded))
         self.cases: list[tuple[QuestCache, Sample]] = []
-        last = QuestCache(loaded.model.config, QuestConfig())
+        last = QuestCache(loaded.model.config, QuestConfig(kv_dtype=kv_dtype))
         with attach(loaded.model):
             prefill(loaded.model, last, torch.tensor([samples[-1].ids]), sparse_prefill=64)
             for sample in samples:
@@ -91,16 +93,16 @@ class Passkeys:
                 self.cases.append((cache, sample))
 
 
-@pytest.fixture(scope="module")
-def passkeys(smollm2: LoadedModel) -> Passkeys:
-    return Passkeys(smollm2)
+@pytest.fixture(scope="module", params=["model", "int8"])
+def passkeys(request: pytest.FixtureRequest, smollm2: LoadedModel) -> Passkeys:
+    return Passkeys(smollm2, request.param)
 
 
 @pytest.mark.parametrize(("budget", "least"), [(1.0, 8), (1024, 8), (256, 6)])
 def test_passkeys_are_found(smollm2: LoadedModel, passkeys: Passkeys, budget: float, least: int) -> None:
     found = 0
     for prefilled, sample in passkeys.cases:
-        cache = prefilled.fork(QuestConfig(token_budget=budget))
+        cache = prefilled.fork(replace(prefilled.config, token_budget=budget))
         ids = torch.tensor([[*sample.ids, *sample.data["question"]]])
         with attach(smollm2.model):
             answer = greedy(smollm2.model, ids, 8, cache=cache, attention_mask=torch.ones_like(ids))[0]
@@ -108,3 +110,20 @@ def test_passkeys_are_found(smollm2: LoadedModel, passkeys: Passkeys, budget: fl
         report = cache.report()
         assert (report.pages_read < report.pages_held) == (budget != 1.0)
     assert found >= least
+
+
+def test_perplexity_over_pages_in_eight_bits_is_within_half_a_percent(smollm2: LoadedModel) -> None:
+    """The last 128 of 1,500 tokens, one by one over the whole cache."""
+    ids = novel_tokens(smollm2, 1500)
+    perplexity = {}
+    for kv_dtype in ("model", "int8"):
+        cache = QuestCache(smollm2.model.config, QuestConfig(token_budget=1.0, kv_dtype=kv_dtype))
+        with attach(smollm2.model):
+            prefill(smollm2.model, cache, ids[:, :1372], sparse_prefill=64)
+            loss = 0.0
+            for i in range(1372, 1499):
+                logits = smollm2.model(ids[:, i : i + 1], cache=cache, use_cache=True).logits[0, -1]
+                loss -= float(logits.log_softmax(dim=-1)[ids[0, i + 1]])
+        perplexity[kv_dtype] = math.exp(loss / 127)
+    assert perplexity["int8"] != perplexity["model"]
+    assert abs(perplexity["int8"] / perplexity["model"] - 1) < 0.005

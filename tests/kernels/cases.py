@@ -226,10 +226,11 @@ class _Store:
 def read_page(case_pages: Pages, page: int, name: str) -> torch.Tensor:
     """[Hkv, ...] one physical page of the tensor called `name`, found by walking the segments (a view)."""
     for segment in case_pages.segments:
-        tensor = getattr(segment, name)
-        if page < tensor.shape[1]:
+        pages = segment.keys.shape[1]
+        if page < pages:
+            tensor: torch.Tensor = getattr(segment, name)
             return tensor[:, page]
-        page -= tensor.shape[1]
+        page -= pages
     raise IndexError(page)
 
 

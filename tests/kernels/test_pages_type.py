@@ -82,3 +82,45 @@ def test_segments_of_different_geometry_are_refused():
     other = PageSegment(torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 2, 8), None)
     with pytest.raises(ValueError, match=r"^\[Pages\] keys: expected "):
         Pages((_segment(box="model"), other))
+
+
+def _coded(**changes: torch.Tensor | None) -> PageSegment:
+    tensors = {
+        "keys": torch.zeros(2, 3, 3, 8, dtype=torch.uint8),
+        "values": torch.zeros(2, 3, 3, 8, dtype=torch.uint8),
+        "boxes": torch.zeros(2, 3, 2, 8, dtype=torch.int8),
+        "scales": torch.zeros(2, 3),
+        "value_scales": torch.zeros(2, 3, 3, 2),
+    }
+    return PageSegment(**{**tensors, **changes})
+
+
+def test_coded_pages_lie_behind_plain_ones():
+    pages = Pages((_segment(), _coded()))
+    assert pages.dtype == torch.float32
+    assert pages.coded.tolist() == [False] * 4 + [True] * 3
+    assert Pages((_segment(),)).coded is None
+    with pytest.raises(TypeError, match=r"^\[Pages\] keys: expected a plain first segment"):
+        Pages((_coded(), _segment()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("values", torch.zeros(2, 3, 3, 8)),
+        ("scales", None),
+        ("value_scales", None),
+        ("value_scales", torch.zeros(2, 3, 3)),
+        ("value_scales", torch.zeros(2, 3, 3, 2).double()),
+        ("value_scales", torch.zeros(2, 3, 2, 3).transpose(2, 3)),
+        ("value_scales", torch.zeros(2, 3, 3, 2, device="meta")),
+    ],
+)
+def test_a_tensor_that_does_not_fit_a_coded_segment_is_named(name, value):
+    with pytest.raises((ValueError, TypeError), match=rf"^\[Pages\] {name}: expected "):
+        Pages((_segment(), _coded(**{name: value})))
+
+
+def test_a_plain_segment_has_no_value_scales():
+    with pytest.raises(ValueError, match=r"^\[Pages\] value_scales: expected None in a plain segment"):
+        Pages((_segment(value_scales=torch.zeros(2, 4, 3, 2)),))

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kernels.eight_bits import decoded_keys, decoded_values, half_step_of_keys, key_codes, value_codes
 from questkv import kernels
 from questkv.errors import PoolFullError
 from questkv.pages import PageGeometry, PagePool, SequenceBatch
@@ -20,8 +21,17 @@ LAYERS = 2
 MOST_BATCHES = 3
 SCALE = 0.7
 
-# A token is what every layer stores of it: keys [LAYERS, Hkv, D] and values.
-Token = tuple[torch.Tensor, torch.Tensor]
+
+@dataclass(frozen=True)
+class Token:
+    """What every layer stores of a token: keys [LAYERS, Hkv, D] and values, float32.
+
+    `boxed` are the keys that its page's box was made of: those before they were coded, if the page is.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    boxed: torch.Tensor
 
 
 @dataclass
@@ -32,6 +42,15 @@ class Tracked:
     tokens: list[list[Token]]
     interrupted: bool = False
 
+    @property
+    def tables(self) -> list[list[int]]:
+        """The sequences' tables, those of an interrupted step as they are when it has been undone."""
+        return [
+            [sequence._before.get(logical, [page])[0] if self.interrupted else page for logical, page in pages]
+            for sequence in self.batch.sequences
+            for pages in [list(enumerate(sequence.table))]
+        ]
+
 
 class CacheMachine(RuleBasedStateMachine):
     @initialize(
@@ -39,16 +58,16 @@ class CacheMachine(RuleBasedStateMachine):
         kv_heads=st.sampled_from([1, 2]),
         group=st.sampled_from([1, 3]),
         head_dim=st.sampled_from([1, 5]),
-        box_dtype=st.sampled_from(["int8", "model"]),
+        storage=st.sampled_from([("int8", "model"), ("model", "model"), ("int8", "int8")]),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
         most_pages=st.integers(4, 30),
         seed=st.integers(0, 2**31),
     )
-    def start(self, page_size, kv_heads, group, head_dim, box_dtype, dtype, most_pages, seed):
+    def start(self, page_size, kv_heads, group, head_dim, storage, dtype, most_pages, seed):
         # Small segments, so that a few tokens lie in several of them.
         self.first_segment, pool_module._FIRST_SEGMENT_PAGES = pool_module._FIRST_SEGMENT_PAGES, 2
         self.random = torch.Generator().manual_seed(seed)
-        geometry = PageGeometry(kv_heads, head_dim, page_size, dtype, torch.device("cpu"), box_dtype)
+        geometry = PageGeometry(kv_heads, head_dim, page_size, dtype, torch.device("cpu"), *storage)
         self.pool = PagePool(geometry, layers=LAYERS, max_tokens=most_pages * page_size)
         self.group, self.page_size = group, page_size
         self.tracked = [Tracked(SequenceBatch(self.pool, 2), [[], []])]
@@ -139,13 +158,18 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_held_once_for_every_table_that_has_it(self):
-        holders = Counter(page for table in self._tables() for page in table)
+        held = (
+            [*sequence.table, *sequence.replaced] for tracked in self.tracked for sequence in tracked.batch.sequences
+        )
+        holders = Counter(page for pages in held for page in pages)
         assert [self.pool.holders(page) for page in range(self.pool.num_pages)] == [
             holders[page] for page in range(self.pool.num_pages)
         ]
-        assert sorted(self.pool._free) == [page for page in range(self.pool.num_pages) if not holders[page]]
+        assert sorted(self.pool._free[False] + self.pool._free[True]) == [
+            page for page in range(self.pool.num_pages) if not holders[page]
+        ]
         assert (self.pool.num_held, self.pool.num_free) == (len(holders), self.pool.num_pages - len(holders))
-        assert self.pool.num_pages <= self.pool.max_pages
+        assert all(self._pages_of(coded) <= self.pool.max_pages for coded in (False, True))
 
     @invariant()
     def a_table_has_exactly_the_pages_its_tokens_need(self):
@@ -158,10 +182,14 @@ class CacheMachine(RuleBasedStateMachine):
     def stored_tokens_boxes_and_attention_are_those_of_the_lists(self):
         self._poison()
         for tracked in self.tracked:
-            for sequence, tokens in zip(tracked.batch.sequences, tracked.tokens, strict=True):
+            for row, (table, tokens) in enumerate(zip(tracked.tables, tracked.tokens, strict=True)):
                 for layer in range(LAYERS):
-                    self._check_tokens(layer, sequence.table, tokens)
-                    self._check_boxes(layer, sequence.table, tokens)
+                    self._check_tokens(layer, table, tokens)
+                    self._check_boxes(layer, table, tokens)
+                    if tokens and not tracked.interrupted:
+                        kept = tracked.batch.keys_values(layer, row)
+                        assert torch.equal(kept[0].float(), torch.stack([token.keys[layer] for token in tokens], dim=1))
+                        assert torch.equal(kept[1].float(), torch.stack([t.values[layer] for t in tokens], dim=1))
             for layer in range(LAYERS):
                 self._check_decode(layer, tracked)
 
@@ -179,25 +207,42 @@ class CacheMachine(RuleBasedStateMachine):
         tracked.batch.settle()  # so that what the tables are now is what they must be after a failure
         tracked.interrupted = False
         before, needed = self._tables(), self._pages_needed(tracked, counts)
-        room = self.pool.max_pages - self.pool.num_held
+        held = {page for table in before for page in table}
+        room = [
+            self.pool.max_pages - sum(self.pool.is_coded(page) == coded for page in held) for coded in (False, True)
+        ]
+        fits = needed[0] <= room[0] and needed[1] <= room[1]
         try:
             tracked.batch.reserve(counts)
         except PoolFullError:
-            assert needed > room
-            assert self._tables() == before
+            assert not fits
+            assert (self._tables(), self.pool.num_held) == (before, len(held))
             return False
-        assert needed <= room
+        assert fits
         return True
 
-    def _pages_needed(self, tracked: Tracked, counts: list[int]) -> int:
-        new, leaving, held_by_others = 0, Counter(), {}
+    def _pages_needed(self, tracked: Tracked, counts: list[int]) -> tuple[int, int]:
+        """Plain and coded pages that a step takes."""
+        new, leaving, coded, full = 0, Counter(), 0, []
         for sequence, count in zip(tracked.batch.sequences, counts, strict=True):
             new += -(-(sequence.length + count) // self.page_size) - len(sequence.table)
-            if count and sequence.length % self.page_size:
-                leaving[sequence.table[-1]] += 1
+            past, open_slots = sequence.length, sequence.length % self.page_size
+            if count and open_slots:
+                if self.pool.is_coded(sequence.table[-1]):
+                    new += 1
+                else:
+                    leaving[sequence.table[-1]] += 1
+            if count and self.pool.geometry.kv_dtype == "int8":
+                coded += (past + count - 1) // self.page_size - past // self.page_size
+                if past and not open_slots and not self.pool.is_coded(sequence.table[-1]):
+                    full.append(sequence.table[-1])
         holders = Counter(page for table in self._tables() for page in table)
         held_by_others = {page: holders[page] - writers for page, writers in leaving.items()}
-        return new + sum(writers - (held_by_others[page] == 0) for page, writers in leaving.items())
+        new += sum(writers - (held_by_others[page] == 0) for page, writers in leaving.items())
+        return new, coded + len(set(full))
+
+    def _pages_of(self, coded: bool) -> int:
+        return sum(self.pool.is_coded(page) == coded for page in range(self.pool.num_pages))
 
     def _write(self, tracked: Tracked, layers: range) -> None:
         step, geometry = tracked.batch.step, self.pool.geometry
@@ -207,44 +252,84 @@ class CacheMachine(RuleBasedStateMachine):
             tracked.batch.write(layer, self.new[0][layer], self.new[1][layer])
 
     def _remember(self, tracked: Tracked) -> None:
-        keys, values = self.new
+        keys, values = (new.float() for new in self.new)
         at = 0
-        for tokens, count in zip(tracked.tokens, tracked.batch.step.counts, strict=True):
-            tokens.extend((keys[:, i], values[:, i]) for i in range(at, at + count))
+        for row, (tokens, count) in enumerate(zip(tracked.tokens, tracked.batch.step.counts, strict=True)):
+            past = len(tokens)
+            tokens.extend(Token(k, values[:, at + i], k) for i, k in enumerate(keys[:, at : at + count].unbind(1)))
             at += count
+            if self.pool.geometry.kv_dtype == "int8" and count:
+                self._remember_coded(tokens, past, tracked.batch.sequences[row].table)
+
+    def _remember_coded(self, tokens: list[Token], past: int, table: list[int]) -> None:
+        """What the pages that are sealed now hold, and a page that a crop had opened again."""
+        size, dtype = self.page_size, self.pool.geometry.dtype
+        for i in range(past // size * size, past):  # decoded into a plain page, unless they were in one
+            keys, values = (tensor.to(dtype).float() for tensor in (tokens[i].keys, tokens[i].values))
+            tokens[i] = Token(keys, values, keys)
+        for page in range(max(past - 1, 0) // size, (len(tokens) - 1) // size):
+            own = range(page * size, (page + 1) * size)
+            if (page + 1) * size == past and tokens[past - 1].keys is not tokens[past - 1].boxed:
+                continue  # coded before a crop, and full: it stays as it is
+            coded = [self._coded(layer, table[page], [tokens[i] for i in own]) for layer in range(LAYERS)]
+            for slot, i in enumerate(own):
+                keys, values = (torch.stack([layer[which][:, slot] for layer in coded]) for which in (0, 1))
+                tokens[i] = Token(keys, values, tokens[i].keys)
+
+    def _coded(self, layer: int, page: int, tokens: list[Token]) -> tuple[torch.Tensor, torch.Tensor]:
+        """[Hkv, S, D] keys and values of one page after coding them by the formulas, in the box that is stored."""
+        segment, at = self.pool._locate(layer, page)
+        box, scale = segment.boxes[:, at], segment.scales[:, at]
+        keys = torch.stack([token.keys[layer] for token in tokens], dim=1)
+        values = torch.stack([token.values[layer] for token in tokens], dim=1)
+        decoded = decoded_keys(key_codes(keys, box, scale), box, scale)
+        half_step = half_step_of_keys(box, scale)
+        assert ((decoded.double() - keys.double()).abs() <= half_step * (1 + 1e-9) + keys.abs() * 2.0**-24).all()
+        return decoded, decoded_values(*value_codes(values))
 
     def _poison(self) -> None:
         """Fill every slot without a token and every box of a page that isn't sealed with NaN."""
         used: Counter[int] = Counter()
         sealed = set()
         for tracked in self.tracked:
-            for sequence, tokens in zip(tracked.batch.sequences, tracked.tokens, strict=True):
+            for table, tokens in zip(tracked.tables, tracked.tokens, strict=True):
                 for logical in range(-(-len(tokens) // self.page_size)):
-                    page = sequence.table[logical]
+                    page = table[logical]
                     used[page] = max(used[page], min(self.page_size, len(tokens) - logical * self.page_size))
-                    if len(tokens) > (logical + 1) * self.page_size:
+                    # A code means nothing without its box, though a crop may have opened the page again.
+                    if len(tokens) > (logical + 1) * self.page_size or self.pool.is_coded(page):
                         sealed.add(page)
         for layer in range(LAYERS if self.pool.num_pages else 0):
             for page in range(self.pool.num_pages):
                 segment, at = self.pool._locate(layer, page)
-                segment.keys[:, at, used[page] :] = torch.nan
-                segment.values[:, at, used[page] :] = torch.nan
+                if not segment.coded:
+                    segment.keys[:, at, used[page] :] = torch.nan
+                    segment.values[:, at, used[page] :] = torch.nan
+                elif page not in sealed:
+                    segment.value_scales[:, at] = torch.nan
                 if page not in sealed:
                     segment.boxes[:, at] = 127 if segment.scales is not None else torch.nan
                     if segment.scales is not None:
                         segment.scales[:, at] = torch.nan
 
     def _check_tokens(self, layer: int, table: list[int], tokens: list[Token]) -> None:
-        for index, (keys, values) in enumerate(tokens):
+        for index, token in enumerate(tokens):
             segment, at = self.pool._locate(layer, table[index // self.page_size])
-            assert torch.equal(segment.keys[:, at, index % self.page_size], keys[layer])
-            assert torch.equal(segment.values[:, at, index % self.page_size], values[layer])
+            slot = index % self.page_size
+            keys, values = segment.keys[:, at], segment.values[:, at]
+            if segment.coded:
+                keys = decoded_keys(keys, segment.boxes[:, at], segment.scales[:, at])
+                values = decoded_values(values, segment.value_scales[:, at])
+            assert torch.equal(keys[:, slot].float(), token.keys[layer])
+            assert torch.equal(values[:, slot].float(), token.values[layer])
 
     def _check_boxes(self, layer: int, table: list[int], tokens: list[Token]) -> None:
         for page in range(max(len(tokens) - 1, 0) // self.page_size):
-            keys = torch.stack([token[0][layer] for token in tokens[page * self.page_size :][: self.page_size]])
+            own = tokens[page * self.page_size :][: self.page_size]
+            keys = torch.stack([token.boxed[layer] for token in own])
             lo, hi = _boxes(keys)
             segment, at = self.pool._locate(layer, table[page])
+            assert segment.coded == (self.pool.geometry.kv_dtype == "int8")
             stored = segment.boxes[:, at].double()
             if segment.scales is None:
                 assert torch.equal(stored, torch.stack([lo, hi], dim=1))
@@ -255,18 +340,27 @@ class CacheMachine(RuleBasedStateMachine):
             assert ((stored[:, 0] <= code_lo) & (stored[:, 0] >= code_lo - 1)).all()
             assert ((stored[:, 1] >= code_hi) & (stored[:, 1] <= code_hi + 1)).all()
             bounds = stored * scale.double()[:, None, None]
-            assert (bounds[:, 0] <= keys.double()).all()
-            assert (keys.double() <= bounds[:, 1]).all()
+            for held in (keys, torch.stack([token.keys[layer] for token in own])):
+                # A decoded key is rounded to float32, so it may lie half of its last place outside.
+                slack = 0 if held is keys else held.double().abs() * 2.0**-24
+                assert (bounds[:, 0] <= held.double() + slack).all()
+                assert (held.double() - slack <= bounds[:, 1]).all()
             # The scale is the smallest that reaches the largest value with 127 codes, give or take its rounding.
             largest = torch.maximum(lo.abs(), hi.abs()).amax(dim=1)
             assert torch.allclose(scale.double() * 127, largest, rtol=2.0**-21, atol=1e-30)
 
     def _check_decode(self, layer: int, tracked: Tracked) -> None:
-        rows = [row for row, tokens in enumerate(tracked.tokens) if tokens]
+        every = tracked.tables
+        # A page that a crop opened again stays coded until the next tokens are reserved.
+        rows = [
+            row
+            for row, tokens in enumerate(tracked.tokens)
+            if tokens and not self.pool.is_coded(every[row][(len(tokens) - 1) // self.page_size])
+        ]
         if not rows:
             return
-        width = max(len(tracked.batch.sequences[row].table) for row in rows)
-        tables = [tracked.batch.sequences[row].table for row in rows]
+        tables = [every[row] for row in rows]
+        width = max(map(len, tables))
         page_table = torch.tensor([table + [-1] * (width - len(table)) for table in tables])
         lengths = torch.tensor([len(tracked.tokens[row]) for row in rows])
         sealed = (lengths - 1) // self.page_size
@@ -287,8 +381,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _check_row(self, layer, tokens, q, selection, count, out) -> None:
         sealed = (len(tokens) - 1) // self.page_size
-        keys = torch.stack([token[0][layer] for token in tokens])
-        values = torch.stack([token[1][layer] for token in tokens])
+        keys = torch.stack([token.keys[layer] for token in tokens])
+        values = torch.stack([token.values[layer] for token in tokens])
         for head in range(self.pool.geometry.kv_heads):
             chosen = selection[head, :count].tolist()
             assert chosen == sorted(set(chosen))
@@ -298,7 +392,7 @@ class CacheMachine(RuleBasedStateMachine):
             own = slice(head * self.group, (head + 1) * self.group)
             k, v = keys[read, head], values[read, head]
             error = (out[own].double() - _attention(q[own], k, v, SCALE)).abs().max()
-            assert error <= _tolerance(q[own], k, v, SCALE)
+            assert error <= _tolerance(q[own], k, v, SCALE, out.dtype)
 
 
 def _attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
@@ -307,16 +401,16 @@ def _attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale:
     return weights @ values.double()
 
 
-def _tolerance(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> float:
+def _tolerance(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, dtype: torch.dtype) -> float:
     """How far float32 attention over finite tokens [T, D] may be from the exact one.
 
     A dot product of D terms is off by D eps sum|q k|; a logit's error d changes a weight by a factor within exp(+-2d);
-    the softmax and the weighted sum of T terms add T eps. The result has `values`' type: one more rounding there.
+    the softmax and the weighted sum of T terms add T eps. The result is rounded once more, to `dtype`.
     """
     eps, tokens, dim = torch.finfo(torch.float32).eps, len(keys), keys.shape[-1]
     largest = float((q.double().abs() @ keys.double().abs().T).max()) * scale
     size = float(values.double().abs().max())
-    return size * (2 * (dim + 4) * eps * largest + 2 * (tokens + 8) * eps + torch.finfo(values.dtype).eps)
+    return size * (2 * (dim + 4) * eps * largest + 2 * (tokens + 8) * eps + torch.finfo(dtype).eps)
 
 
 def _boxes(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from questkv.errors import PoolFullError
-from questkv.kernels import PageSegment
+from questkv.kernels import PageSegment, seal
 from questkv.pages import PageGeometry, PagePool, SequenceBatch
 from questkv.pages import memory as memory_module
 from questkv.pages import pool as pool_module
@@ -148,11 +148,11 @@ def test_a_failed_allocation_leaves_the_pool_as_it_was(
     pool.allocate(FIRST_SEGMENT)
     before, real, calls = state(pool), PageGeometry.allocate, []
 
-    def allocate(self: PageGeometry, num_pages: int) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
         calls.append(num_pages)
         if (len(calls) - 1) % (failing_layer + 1) == failing_layer:
             raise kind("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
-        return real(self, num_pages)
+        return real(self, num_pages, coded=coded)
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
     with pytest.raises(PoolFullError, match="could not be allocated") as caught:
@@ -168,10 +168,10 @@ def test_when_twice_the_pages_cannot_be_allocated_the_missing_ones_are(monkeypat
     pool.allocate(FIRST_SEGMENT)
     real = PageGeometry.allocate
 
-    def allocate(self: PageGeometry, num_pages: int) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
         if num_pages > 3:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        return real(self, num_pages)
+        return real(self, num_pages, coded=coded)
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
     assert len(pool.allocate(3)) == 3
@@ -179,7 +179,7 @@ def test_when_twice_the_pages_cannot_be_allocated_the_missing_ones_are(monkeypat
 
 
 def test_an_error_that_is_not_about_memory_is_not_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def allocate(self: PageGeometry, num_pages: int) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
         raise RuntimeError("device-side assert")
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
@@ -206,7 +206,7 @@ def test_a_layer_that_cannot_be_added_leaves_the_pool_as_it_was(monkeypatch: pyt
     pool.allocate(2 * FIRST_SEGMENT)
     before = state(pool)
 
-    def allocate(self: PageGeometry, num_pages: int) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
@@ -281,3 +281,88 @@ def test_large_tensors_ask_for_huge_pages_and_small_ones_do_not() -> None:
             elif here and line.startswith("VmFlags:"):
                 asked[name] = "hg" in line.split()
     assert asked == {"large": True, "small": False}
+
+
+def int8_pool(max_tokens: int | None = None, layers: int = 2) -> PagePool:
+    return PagePool(PageGeometry(2, 3, 4, torch.bfloat16, CPU, kv_dtype="int8"), layers=layers, max_tokens=max_tokens)
+
+
+def test_a_pool_of_pages_in_eight_bits_keeps_two_kinds_apart() -> None:
+    pool = int8_pool()
+    plain = pool.allocate(FIRST_SEGMENT - 1)
+    coded = pool.allocate(3, coded=True)
+    more = pool.allocate(2)
+    assert not any(map(pool.is_coded, [*plain, *more]))
+    assert all(map(pool.is_coded, coded))
+    assert [segment.coded for segment in pool.layer(1).segments] == [False, True, False]
+    pool.release([plain[5], coded[1]])
+    assert pool.allocate(1, coded=True) == [coded[1]]
+    assert pool.allocate(1) == [plain[5]]
+
+
+def test_the_limit_holds_for_each_kind() -> None:
+    pool = int8_pool(max_tokens=4 * 5)
+    pool.allocate(5)
+    pool.allocate(4, coded=True)
+    for coded, room in ((False, 0), (True, 4)):
+        with pytest.raises(PoolFullError, match="limited to 20 tokens") as caught:
+            pool.allocate(2, coded=coded)
+        assert fits(caught.value) == room
+
+
+def test_bytes_of_both_kinds_are_those_of_their_tensors() -> None:
+    pool = int8_pool()
+    pool.allocate(7)
+    pool.allocate(5, coded=True)
+    names = ("keys", "values", "boxes", "scales", "value_scales")
+    reserved, held = 0, 0
+    for layer in range(2):
+        for segment, count in zip(pool.layer(layer).segments, (7, 5), strict=True):
+            tensors = [t for t in (getattr(segment, name) for name in names) if t is not None]
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            reserved += size
+            held += size // segment.keys.shape[1] * count
+    assert (pool.bytes_reserved, pool.bytes_held) == (reserved, held)
+
+
+def test_a_page_in_eight_bits_takes_at_most_56_percent_of_one_in_sixteen() -> None:
+    wide = PageGeometry(8, 128, 16, torch.bfloat16, CPU, kv_dtype="int8")
+    assert wide.coded_page_bytes == 8 * (16 * (2 * 128 + 8) + 2 * 128 + 4)
+    assert wide.coded_page_bytes <= 0.56 * wide.kv_bytes
+
+
+def test_copying_a_coded_page_decodes_it() -> None:
+    pool = int8_pool()
+    plain, target = pool.allocate(2)
+    (coded,) = pool.allocate(1, coded=True)
+    for layer in range(2):
+        segment = pool.layer(layer).segments[0]
+        for tensor in (segment.keys, segment.values):
+            tensor[:, plain].normal_()
+        seal(pool.layer(layer), torch.tensor([plain]), torch.tensor([coded]))
+    pool.copy_page(coded, target)
+    for layer in range(2):
+        segment = pool.layer(layer).segments[0]
+        for tensor in (segment.keys, segment.values):
+            moved = (tensor[:, target].float() - tensor[:, plain].float()).abs()
+            # Half a code (values span less than 8, a box little more) and one rounding to bfloat16.
+            assert 0 < float(moved.max()) < 9 / 510 + 4 * 2.0**-8
+    with pytest.raises(AssertionError, match="only seal writes coded pages"):
+        pool.copy_page(plain, coded)
+
+
+def test_a_batch_without_room_for_its_codes_keeps_its_tokens() -> None:
+    pool = int8_pool(max_tokens=4 * 4, layers=1)
+    batch, other = SequenceBatch(pool, 1), SequenceBatch(pool, 1)
+    ones = torch.ones(13, 2, 3, dtype=torch.bfloat16)
+    for sequences in (batch, other):
+        sequences.reserve([6])
+        sequences.write(0, ones[:6], ones[:6])
+        sequences.settle()
+    assert pool.num_held == 4
+    with pytest.raises(PoolFullError, match="more fit"):
+        batch.reserve([13])
+    assert (pool.num_held, batch.lengths, len(batch.sequences[0].table)) == (4, [6], 2)
+    batch.reserve([2])
+    batch.write(0, ones[:2], ones[:2])
+    assert batch.lengths == [8]

@@ -220,3 +220,103 @@ def test_a_wrong_reorder_leaves_every_sequence_as_it_was(indices: list[int]) -> 
 def test_a_sequence_refuses_to_forget_more_than_it_has() -> None:
     with pytest.raises(ValueError, match=r"\[crop\] tokens: expected 0 to 0, got 1"):
         Sequence(make_pool()).crop(1)
+
+
+# Pages in eight bits
+
+
+def int8_batch(size: int = 1, layers: int = 2) -> SequenceBatch:
+    geometry = PageGeometry(1, 2, S, torch.float32, torch.device("cpu"), kv_dtype="int8")
+    return SequenceBatch(PagePool(geometry, layers=layers), size)
+
+
+def test_a_row_sees_its_own_page_plain_and_the_pages_before_it_coded() -> None:
+    batch = int8_batch(2)
+    append(batch, [S + 1, 1])
+    batch.settle()
+    step = batch.reserve([2 * S, 1])
+    tables = [sequence.table for sequence in batch.sequences]
+    written = [sequence.written_table for sequence in batch.sequences]
+    is_coded = batch.pool.is_coded
+    assert [is_coded(page) for page in tables[0]] == [True] * 3 + [False]
+    assert not any(is_coded(page) for page in written[0][1:])
+    assert step.sealed.tolist() == written[0][1:3]
+    assert step.into.tolist() == tables[0][1:3]
+    page_table, lengths = step.rows
+    assert lengths.tolist() == [*range(S + 2, 3 * S + 2), 2]
+    for row, length in zip(page_table.tolist()[:-1], lengths.tolist()[:-1], strict=True):
+        own = (length - 1) // S
+        assert row[: own + 1] == [*tables[0][:own], written[0][own]]
+    assert page_table.tolist()[-1][0] == tables[1][0]
+    assert step.run(0).tolist() == [tables[0][0], *written[0][1:]]
+
+
+def test_plain_pages_come_back_when_a_step_is_settled_and_coded_ones_when_it_is_undone() -> None:
+    batch = int8_batch()
+    append(batch, [3 * S + 1])
+    assert batch.pool.num_held == 3 + 3 + 1
+    batch.settle()
+    assert batch.pool.num_held == 3 + 1
+    table = list(batch.sequences[0].table)
+    batch.reserve([2 * S])
+    assert batch.pool.num_held == 3 + 2 + 3
+    batch.undo()
+    assert (batch.pool.num_held, batch.sequences[0].table) == (4, table)
+
+
+def test_undoing_a_step_that_opened_a_coded_page_puts_it_back() -> None:
+    batch = int8_batch()
+    append(batch, [2 * S + 1])
+    batch.crop([S])
+    table, before = list(batch.sequences[0].table), [batch.keys_values(layer, 0)[0] for layer in range(2)]
+    assert batch.pool.is_coded(table[-1])
+    batch.reserve([S])  # opens that page and seals it again
+    batch.write(0, torch.full((S, 1, 2), 99.0), torch.full((S, 1, 2), 99.0))
+    batch.undo()
+    assert (batch.sequences[0].table, batch.pool.num_held) == (table, 2)
+    assert all(torch.equal(batch.keys_values(layer, 0)[0], before[layer]) for layer in range(2))
+
+
+def test_before_a_layer_has_written_it_holds_what_it_held() -> None:
+    batch = int8_batch()
+    append(batch, [S])
+    batch.settle()
+    before = [batch.keys_values(layer, 0)[0].clone() for layer in range(2)]
+    batch.reserve([1])
+    batch.write(0, torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
+    assert torch.equal(batch.keys_values(1, 0)[0], before[1])
+    assert batch.keys_values(0, 0)[0].shape[1] == S + 1
+
+
+def test_a_coded_page_that_a_crop_left_full_is_not_sealed_again() -> None:
+    batch = int8_batch()
+    append(batch, [2 * S + 1])
+    batch.crop([1])
+    kept = list(batch.sequences[0].table)
+    step = batch.reserve([1])
+    assert step.sealed.tolist() == []
+    assert batch.sequences[0].table[:2] == kept
+
+
+def test_sequences_that_share_a_full_page_share_its_codes() -> None:
+    batch = int8_batch()
+    append(batch, [2 * S])
+    batch.reorder([0, 0, 0])
+    step = batch.reserve([1, 1, 1])
+    assert len(step.sealed) == 1
+    for layer in range(2):
+        batch.write(layer, torch.ones(3, 1, 2), torch.ones(3, 1, 2))
+    batch.settle()
+    assert batch.pool.num_held == 2 + 3
+    batch.free()
+    assert batch.pool.num_held == 0
+
+
+def test_pages_return_when_a_batch_is_collected_in_the_middle_of_a_step() -> None:
+    batch = int8_batch()
+    append(batch, [2 * S])
+    batch.reserve([S])
+    pool = batch.pool
+    del batch
+    gc.collect()
+    assert (pool.num_held, pool.num_free) == (0, pool.num_pages)

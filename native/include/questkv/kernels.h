@@ -16,8 +16,9 @@ struct KernelTable {
     // Write n tokens: keys, values [n, Hkv, D] to slots [n] (physical page * S + slot).
     void (*append)(const Pages&, int64_t n, const int64_t* slots, const char* keys, const char* values, int threads);
 
-    // Write the boxes of n full pages. Reads S * D keys a page and head, writes 2 * D codes and a scale.
-    void (*seal)(const Pages&, int64_t n, const int64_t* page_ids, int threads);
+    // Write the boxes of n full plain pages. Reads S * D keys a page and head, writes 2 * D codes and a scale. Where
+    // `into` is not null, box and content of page_ids[i] are coded into the coded page into[i] instead.
+    void (*seal)(const Pages&, int64_t n, const int64_t* page_ids, const int64_t* into, int threads);
 
     // scores [R, H, P] float32, H = Hq under per_head, else Hkv; -inf behind a row's sealed pages.
     void (*estimate)(const Pages&, const Rows&, float scale, const Scoring&, float* scores, int threads);

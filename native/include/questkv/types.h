@@ -12,14 +12,17 @@ constexpr int64_t size_of(DType type) { return type == DType::f32 ? 4 : type == 
 
 enum class Group : int32_t { mean = 0, softmax_mean = 1, per_head = 2 };
 
-// N physical pages of one layer with one storage.
+// N physical pages of one layer with one storage: plain pages in the model's type, or coded pages in eight bits.
 struct Segment {
-    char* keys;     // [Hkv, N, S, D]
-    char* values;   // [Hkv, N, S, D]
-    char* boxes;    // [Hkv, N, 2, D] int8 or the keys' type; index 0 lo, 1 hi
-    float* scales;  // [Hkv, N], null for boxes in the keys' type
-    int64_t start;  // physical page of its first page
-    int64_t pages;  // N
+    char* keys;           // [Hkv, N, S, D]; codes are uint8
+    char* values;         // [Hkv, N, S, D]
+    char* boxes;          // [Hkv, N, 2, D] int8 or the keys' type; index 0 lo, 1 hi
+    float* scales;        // [Hkv, N], null for boxes in the keys' type
+    float* value_scales;  // [Hkv, N, S, 2] step and offset of every token's codes; null for plain pages
+    int64_t start;        // physical page of its first page
+    int64_t pages;        // N
+
+    bool coded() const { return value_scales != nullptr; }
 };
 
 // All pages of one layer; physical page ids number the segments' pages one after another.
@@ -29,8 +32,10 @@ struct Pages {
     int64_t kv_heads;   // Hkv
     int64_t page_size;  // S
     int64_t head_dim;   // D
-    DType dtype;        // of keys, values and queries
+    DType dtype;        // of plain keys and values, and of queries
+    bool coded;         // whether some segment is
 
+    // Of a plain page of one KV head.
     int64_t page_bytes() const { return page_size * head_dim * size_of(dtype); }
     DType box_dtype() const { return segments[0].scales ? DType::i8 : dtype; }
     int64_t box_bytes() const { return 2 * head_dim * size_of(box_dtype()); }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,11 @@ from questkv.config import QuestConfig
 from questkv.errors import QuestKVError
 
 SPARSE, DENSE = "questkv-sparse", "questkv-dense"
+# With pages in eight bits, the same steps over pages in the model's type.
+SPARSE_MODEL, DENSE_MODEL = f"{SPARSE}-model", f"{DENSE}-model"
 PARTS = ("estimate", "select", "attend")
+# Products of codes may round their other factor to 1 / (127 * 256) of the largest one (docs/method.md): sixteen such.
+_CODED_ROUNDING = 16 / (127 * 256)
 
 
 class DisagreementError(QuestKVError, ArithmeticError):
@@ -30,7 +34,8 @@ class Row:
     """One implementation at one context.
 
     Attributes:
-        name: The implementation; ours are questkv-sparse, its parts, and questkv-dense.
+        name: The implementation; ours are questkv-sparse, its parts, and questkv-dense; with ``kv_dtype="int8"`` these
+            read pages in eight bits, and questkv-sparse-model and questkv-dense-model those in the model's type.
         context: Tokens of every sequence.
         budget: Tokens that a step may read.
         median_ms: Of all timed steps.
@@ -63,7 +68,7 @@ class Attention:
 
     Args:
         shape: The layer's shape.
-        config: Budget, page size, optimism, group and backend.
+        config: Budget, page size, optimism, group, KV dtype and backend.
         context: Tokens of every sequence, a multiple of the page size.
         with_flex: Whether to time flex_attention, whose compilation takes long.
     """
@@ -75,10 +80,14 @@ class Attention:
         pages = context // config.page_size
         sealed = pages - 1
         self.selected = min(config.pages_at(context), sealed)
-        read_tokens = (self.selected + 1) * config.page_size
-        self.sparse_bytes = shape.box_bytes(config, sealed) + shape.kv_bytes(read_tokens)
+        self.coded = config.kv_dtype == "int8"
+        self.box_bytes = shape.box_bytes(config, sealed)
+        self.sparse_bytes = self.box_bytes + self._token_bytes(self.selected)
         self.layers = make_layers(shape, config, context, self.sparse_bytes)
-        self.page_table = torch.arange(shape.batch * pages).view(shape.batch, pages)
+        self.model_table = torch.arange(shape.batch * pages).view(shape.batch, pages)
+        self.page_table = self.model_table.clone()
+        if self.coded:  # every page but the open one is read from its coded twin
+            self.page_table[:, :-1] += shape.batch * pages
         self.lengths = torch.full((shape.batch,), context)
         self.with_flex = with_flex
 
@@ -86,12 +95,19 @@ class Attention:
         """A fresh query, [B, Hq, D]."""
         return torch.randn(self.shape.batch, self.shape.heads, self.shape.head_dim).to(self.shape.torch_dtype)
 
-    def decode(self, query: torch.Tensor, layer: Layer, selected: int) -> torch.Tensor:
-        """Our decode step with `selected` pages."""
+    def _token_bytes(self, pages: int, coded: bool | None = None) -> int:
+        """Bytes of `pages` sealed pages' keys and values and the open page's."""
+        sealed, size = pages * self.config.page_size, self.config.page_size
+        if self.coded if coded is None else coded:
+            return self.shape.coded_bytes(sealed) + self.shape.kv_bytes(size)
+        return self.shape.kv_bytes(sealed + size)
+
+    def decode(self, query: torch.Tensor, layer: Layer, selected: int, *, plain: bool = False) -> torch.Tensor:
+        """Our decode step with `selected` pages; `plain` has it read the model's type where there are codes too."""
         return kernels.decode(
             query,
-            layer.pages,
-            self.page_table,
+            layer.plain if plain else layer.pages,
+            self.model_table if plain else self.page_table,
             self.lengths,
             torch.full_like(self.lengths, selected),
             scale=self.scale,
@@ -145,37 +161,61 @@ class Attention:
             DisagreementError: A result is wrong.
         """
         layer, query = self.layers[0], self.query()
-        all_pages = self.context // self.config.page_size
         selection = self.select(self.estimate(query, layer))
-        everything = exact(query, layer, self.scale)
-        chosen = exact(query, layer, self.scale, token_mask(selection, self.context, self.config.page_size, query))
-        dense_bytes = self.shape.kv_bytes(self.context)
-        listed = [
-            Candidate(SPARSE, lambda q, x: self.decode(q, x, self.selected), self.sparse_bytes),
-            Candidate(DENSE, lambda q, x: self.decode(q, x, all_pages), dense_bytes),
-        ]
-        for name, step in peers.available(self.layers, self.shape.heads, with_flex=self.with_flex).items():
-            width = 2 if name.endswith("float32") and self.shape.torch_dtype != torch.float32 else 1
-            listed.append(Candidate(name, step, dense_bytes * width))
-        checked = []
-        for candidate in listed:
-            expected = chosen if candidate.name == SPARSE else everything
-            checked.append(
-                Candidate(
-                    candidate.name,
-                    candidate.step,
-                    candidate.read_bytes,
-                    check(candidate.name, candidate.step(query, layer), expected, self.shape.torch_dtype),
-                )
+        mask = token_mask(selection, self.context, self.config.page_size, query)
+        plain = layer.keys, layer.values
+        everything = exact(query, *plain, self.scale)
+        checked = [
+            replace(
+                candidate,
+                max_error=check(
+                    candidate.name, candidate.step(query, layer), expected, self.shape.torch_dtype, allowed
+                ),
             )
-        boxes = self.shape.box_bytes(self.config, all_pages - 1)
+            for candidate, expected, allowed in [
+                *self._ours(query, layer, mask, everything),
+                *((peer, everything, None) for peer in self._peers()),
+            ]
+        ]
         scores = self.estimate(query, layer)
         parts = [
-            Candidate("estimate", self.estimate, boxes),
+            Candidate("estimate", self.estimate, self.box_bytes),
             Candidate("select", lambda q, x: self.select(scores), scores.numel() * 4),
-            Candidate("attend", lambda q, x: self.attend(q, x, selection), self.sparse_bytes - boxes),
+            Candidate("attend", lambda q, x: self.attend(q, x, selection), self.sparse_bytes - self.box_bytes),
         ]
         return checked + parts
+
+    def _ours(
+        self, query: torch.Tensor, layer: Layer, mask: torch.Tensor, everything: torch.Tensor
+    ) -> Iterator[tuple[Candidate, torch.Tensor, float | None]]:
+        """Our steps, what each is to compute, and what it may differ relatively."""
+        sealed = self.context // self.config.page_size - 1
+        if self.coded:
+            decoded = layer.decoded()
+            steps = [(SPARSE, self.selected, mask), (DENSE, sealed, None)]
+            for name, pages, seen in steps:
+                boxes = self.box_bytes if seen is not None else 0
+                yield (
+                    Candidate(name, self._step(pages), self._token_bytes(pages) + boxes),
+                    exact(query, *decoded, self.scale, seen),
+                    _CODED_ROUNDING,
+                )
+        names = (SPARSE_MODEL, DENSE_MODEL) if self.coded else (SPARSE, DENSE)
+        chosen = exact(query, layer.keys, layer.values, self.scale, mask)
+        sparse_bytes = self._token_bytes(self.selected, coded=False) + self.box_bytes
+        yield Candidate(names[0], self._step(self.selected, plain=True), sparse_bytes), chosen, 0.0
+        dense_bytes = self.shape.kv_bytes(self.context)
+        yield Candidate(names[1], self._step(sealed + 1, plain=True), dense_bytes), everything, 0.0
+
+    def _step(self, selected: int, *, plain: bool = False) -> Callable[[torch.Tensor, Layer], torch.Tensor]:
+        return lambda query, layer: self.decode(query, layer, selected, plain=plain)
+
+    def _peers(self) -> Iterator[Candidate]:
+        """Other implementations, over the keys and values in the model's type."""
+        dense_bytes = self.shape.kv_bytes(self.context)
+        for name, step in peers.available(self.layers, self.shape.heads, with_flex=self.with_flex).items():
+            width = 2 if name.endswith("float32") and self.shape.torch_dtype != torch.float32 else 1
+            yield Candidate(name, step, dense_bytes * width)
 
     def measure(self, seconds: float, progress: Callable[[float], None]) -> list[Row]:
         """Time every candidate in turn until each has had its share of `seconds`, or five steps."""
@@ -210,17 +250,19 @@ class Attention:
         )
 
 
-def exact(query: torch.Tensor, layer: Layer, scale: float, mask: torch.Tensor | None = None) -> torch.Tensor:
+def exact(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention in float64, head by head; mask [B, Hq, context] True where a head reads a token."""
     batch, heads, _ = query.shape
-    group = heads // layer.keys.shape[1]
+    group = heads // keys.shape[1]
     out = torch.empty(query.shape, dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
-            logits = layer.keys[b, h // group].double() @ query[b, h].double() * scale
+            logits = keys[b, h // group].double() @ query[b, h].double() * scale
             if mask is not None:
                 logits = logits.masked_fill(~mask[b, h], -torch.inf)
-            out[b, h] = logits.softmax(dim=0) @ layer.values[b, h // group].double()
+            out[b, h] = logits.softmax(dim=0) @ values[b, h // group].double()
     return out
 
 
@@ -233,11 +275,18 @@ def token_mask(selection: torch.Tensor, context: int, page_size: int, query: tor
     return tokens.repeat_interleave(query.shape[1] // tokens.shape[1], dim=1)
 
 
-def check(name: str, result: object, expected: torch.Tensor, dtype: torch.dtype) -> float:
+def check(name: str, result: object, expected: torch.Tensor, dtype: torch.dtype, ours: float | None = None) -> float:
     """The largest difference from float64.
 
     Ours accumulate in float32 and round once, so a unit of roundoff of the output is allowed, and 2e-5 for the sums.
     Others round scores and weights to the dtype as well: four units of roundoff of values near 1.
+
+    Args:
+        name: The implementation.
+        result: [B, Hq, D] what it gave.
+        expected: [B, Hq, D] float64.
+        dtype: Of queries, keys and values.
+        ours: For our own, what they may differ besides, as a share of the largest output; None for others.
 
     Raises:
         DisagreementError: It is larger.
@@ -245,7 +294,7 @@ def check(name: str, result: object, expected: torch.Tensor, dtype: torch.dtype)
     assert isinstance(result, torch.Tensor)
     error = float((result.double() - expected).abs().max())
     unit = torch.finfo(dtype).eps
-    allowed = 2e-5 + unit * (float(expected.abs().max()) if name in (SPARSE, DENSE) else 4.0)
+    allowed = 2e-5 + (4.0 * unit if ours is None else (unit + ours) * float(expected.abs().max()))
     if not error <= allowed:
         raise DisagreementError(f"[bench] {name}: expected float64's output within {allowed:.1e}, got {error:.1e} off")
     return error
@@ -258,18 +307,29 @@ def read_candidate() -> Candidate:
 
 
 def summarise(rows: list[Row]) -> Iterator[dict[str, Any]]:
-    """Per context: our sparse step over our dense one and the best other, and our dense step's share of bandwidth."""
+    """Per context: our sparse step over our dense one and the best other, and our dense step's share of bandwidth.
+
+    With pages in eight bits also their gain over pages in the model's type.
+    """
     for context in dict.fromkeys(row.context for row in rows):
         by_name = {row.name: row for row in rows if row.context == context}
-        ours = (SPARSE, DENSE, *PARTS, "memory-read")
+        ours = (SPARSE, DENSE, SPARSE_MODEL, DENSE_MODEL, *PARTS, "memory-read")
         best = min((row for name, row in by_name.items() if name not in ours), key=lambda row: row.median_ms)
-        yield {
+        line: dict[str, Any] = {
             "context": context,
             "best_peer": best.name,
             "speedup_over_dense": by_name[DENSE].median_ms / by_name[SPARSE].median_ms,
             "speedup_over_best_peer": best.median_ms / by_name[SPARSE].median_ms,
             "bandwidth_share": by_name[DENSE].gb_per_s / by_name["memory-read"].gb_per_s,
         }
+        if SPARSE_MODEL in by_name:
+            sparse, dense = by_name[SPARSE_MODEL].median_ms, by_name[DENSE_MODEL].median_ms
+            line |= {
+                "speedup_over_sparse_model": sparse / by_name[SPARSE].median_ms,
+                "dense_speedup_over_dense_model": dense / by_name[DENSE].median_ms,
+                "speedup_over_dense_model": dense / by_name[SPARSE].median_ms,
+            }
+        yield line
 
 
 def as_json(rows: list[Row]) -> list[dict[str, Any]]:

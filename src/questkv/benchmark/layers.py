@@ -9,6 +9,7 @@ import torch
 from questkv import kernels
 from questkv.benchmark.shapes import Shape
 from questkv.config import QuestConfig
+from questkv.kernels.coded import decode_keys, decode_values
 from questkv.pages import PageGeometry
 
 # Enough layers in turn that what one step reads is gone from any cache when its layer comes again.
@@ -22,19 +23,39 @@ class Layer:
 
     Attributes:
         pages: For our operators.
+        plain: The same without coded pages, as a cache in the model's type has them.
         keys: [B, Hkv, context, D] view for the others.
         values: Like `keys`.
+        coded: With ``kv_dtype="int8"`` what `pages` holds too: a coded page for every plain one, behind the plain ones.
     """
 
     pages: kernels.Pages
+    plain: kernels.Pages
     keys: torch.Tensor
     values: torch.Tensor
+    coded: bool = False
+
+    def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, Hkv, context, D] keys and values as our operators read them with all but the last page coded."""
+        if not self.coded:
+            return self.keys, self.values
+        plain, codes = self.pages.segments
+        assert codes.scales is not None
+        assert codes.value_scales is not None
+        parts = (decode_keys(codes.keys, codes.boxes, codes.scales), decode_values(codes.values, codes.value_scales))
+        size = self.pages.page_size
+        decoded = []
+        for part, own in zip(parts, (self.keys, self.values), strict=True):
+            tokens = part.view(plain.keys.shape[0], *own.shape[:1], *own.shape[2:]).transpose(0, 1)
+            decoded.append(torch.cat([tokens[:, :, :-size], own[:, :, -size:].float()], dim=2))
+        return decoded[0], decoded[1]
 
 
 def make_layers(shape: Shape, config: QuestConfig, context: int, read_bytes: int) -> list[Layer]:
     """Layers of random contents, as many as take 512 MiB of what a step reads; at least two."""
     count = min(max(2, -(-BYTES_IN_TURN // max(read_bytes, 1))), _MOST_LAYERS)
-    fit = max(2, 6 * 2**30 // shape.kv_bytes(context))
+    held = shape.kv_bytes(context) + (shape.coded_bytes(context) if config.kv_dtype == "int8" else 0)
+    fit = max(2, 6 * 2**30 // held)
     return [make_layer(shape, config, context) for _ in range(min(count, fit))]
 
 
@@ -49,10 +70,14 @@ def make_layer(shape: Shape, config: QuestConfig, context: int) -> Layer:
     segment = geometry.allocate(shape.batch * pages)
     for tensor in (segment.keys, segment.values):
         tensor.normal_()
-    layer = kernels.Pages((segment,))
-    kernels.seal(layer, torch.arange(shape.batch * pages), backend=config.backend)
-    plain = (
+    coded = config.kv_dtype == "int8"
+    layer = kernels.Pages((segment, geometry.allocate(shape.batch * pages, coded=True)) if coded else (segment,))
+    every = torch.arange(shape.batch * pages)
+    kernels.seal(layer, every, backend=config.backend)
+    if coded:
+        kernels.seal(layer, every, every + len(every), backend=config.backend)
+    keys, values = (
         tensor.view(shape.kv_heads, shape.batch, context, shape.head_dim).transpose(0, 1)
         for tensor in (segment.keys, segment.values)
     )
-    return Layer(layer, *plain)
+    return Layer(layer, kernels.Pages((segment,)) if coded else layer, keys, values, coded)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from questkv.benchmark.attention import DENSE, PARTS, SPARSE, Row
+from questkv.benchmark.attention import DENSE, DENSE_MODEL, PARTS, SPARSE, SPARSE_MODEL, Row
 from questkv.errors import MissingPackageError
+
+_STYLES = {SPARSE: "o-", DENSE: "s-", SPARSE_MODEL: "o:", DENSE_MODEL: "s:"}
 
 
 def attention_table(rows: Sequence[Row], title: str) -> Table:
@@ -58,7 +60,7 @@ def plot_attention(rows: Sequence[Row], path: str, title: str) -> None:
     sparse = {row.context: row.median_ms for row in rows if row.name == SPARSE}
     for i, name in enumerate(dict.fromkeys(names)):
         line = [(row.context, row.median_ms) for row in rows if row.name == name]
-        style, color = {SPARSE: "o-", DENSE: "s-"}.get(name, "x--"), f"C{i}"
+        style, color = _STYLES.get(name, "x--"), f"C{i}"
         left.plot(*zip(*line, strict=True), style, color=color, label=name)
         if name != SPARSE:
             right.plot([c for c, _ in line], [ms / sparse[c] for c, ms in line], style, color=color, label=name)

@@ -27,6 +27,7 @@ def ask(
     seed: options.Seed = 0,
     budget: options.Budget = None,
     page_size: options.PageSize = options.PAGE_SIZE,
+    kv_dtype: options.KvDtype = options.KV_DTYPE,
     dense: options.Dense = False,
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
@@ -46,7 +47,7 @@ def ask(
     pages read of pages held (summed over the decode steps, layers and KV heads, dense layers included).
     """
     with one_line_failures():
-        config = options.quest_config(budget, page_size, dense)
+        config = options.quest_config(budget, page_size, dense, kv_dtype)
         output.check_writable(json_target)
         text = read_document(document)
         if not question.strip():

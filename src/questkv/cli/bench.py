@@ -10,7 +10,7 @@ import typer
 from questkv.cli.failures import one_line_failures
 from questkv.cli.options import DEFAULTS, Threads
 from questkv.cli.output import STDOUT, check_writable, quiet_libraries, token_progress, write_json
-from questkv.config import GROUP_RULES, QuestConfig
+from questkv.config import GROUP_RULES, KV_DTYPES, QuestConfig
 from questkv.errors import ConfigError
 
 app = typer.Typer(name="bench", help="Time questkv and others on this machine.", no_args_is_help=True)
@@ -52,6 +52,13 @@ def attention(
     page_size: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens a page.")] = DEFAULTS.page_size,
     optimism: Annotated[float, typer.Option(help="Weight of a box's width in the score.")] = DEFAULTS.optimism,
     group: Annotated[str, typer.Option(metavar="|".join(GROUP_RULES), help="How heads agree.")] = DEFAULTS.group,
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(KV_DTYPES),
+            help="Pages in the model's type, or in eight bits; then those in the model's type are timed beside them.",
+        ),
+    ] = DEFAULTS.kv_dtype,
     backend: Annotated[str, typer.Option(help="auto, native or reference.")] = "auto",
     seconds: Annotated[float, typer.Option(min=0.1, help="Time to spend at each context.")] = 20.0,
     flex: Annotated[bool, typer.Option("--flex", help="Time flex_attention too; compiling it takes long.")] = False,
@@ -71,7 +78,14 @@ def attention(
     contexts = parse_contexts(context)
     check_writable(json)
     check_writable(plot, "--plot")
-    config = QuestConfig(token_budget=budget, page_size=page_size, optimism=optimism, group=group, backend=backend)
+    config = QuestConfig(
+        token_budget=budget,
+        page_size=page_size,
+        optimism=optimism,
+        group=group,
+        kv_dtype=kv_dtype,
+        backend=backend,
+    )
     quiet_libraries()
     import torch
     from rich.console import Console
@@ -102,7 +116,8 @@ def attention(
                 rows += measured.measure(seconds, lambda share: progress(round(share * 100)))
                 del measured
     summary = list(summarise(rows))
-    title = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, {dtype}, batch {batch}, budget {budget}"
+    kind = dtype if kv_dtype == "model" else f"{dtype} and pages in eight bits"
+    title = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, {kind}, batch {batch}, budget {budget}"
     if json != STDOUT:
         console = Console()
         console.print(report.attention_table(rows, title))
@@ -113,8 +128,15 @@ def attention(
                 f"{line['bandwidth_share']:.0%} of the memory's speed",
                 highlight=False,
             )
+            if config.kv_dtype == "int8":
+                console.print(
+                    f"  pages in eight bits: sparse {line['speedup_over_sparse_model']:.2f}x over sparse in {dtype}, "
+                    f"dense {line['dense_speedup_over_dense_model']:.2f}x over dense in {dtype}, sparse "
+                    f"{line['speedup_over_dense_model']:.2f}x over dense in {dtype}",
+                    highlight=False,
+                )
     if json is not None:
-        last = {key: summary[-1][key] for key in ("speedup_over_dense", "speedup_over_best_peer", "bandwidth_share")}
+        last = {key: value for key, value in summary[-1].items() if key not in ("context", "best_peer")}
         values = {"rows": as_json(rows), **last, "by_context": summary, "config": config.to_dict()}
         write_json(json, {**values, "shape": vars(shape), "environment": environment(backend)})
     if plot is not None:

@@ -31,6 +31,7 @@ def chat(
     seed: options.Seed = 0,
     budget: options.Budget = None,
     page_size: options.PageSize = options.PAGE_SIZE,
+    kv_dtype: options.KvDtype = options.KV_DTYPE,
     dense: options.Dense = False,
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
@@ -51,7 +52,7 @@ def chat(
     end of the input (Ctrl-D).
     """
     with one_line_failures():
-        config = options.quest_config(budget, page_size, dense)
+        config = options.quest_config(budget, page_size, dense, kv_dtype)
         if document == STDIN:
             raise typer.BadParameter("the questions come from standard input, so the document must be a file")
         output.check_writable(json_target)

@@ -80,6 +80,7 @@ class RunOptions:
         ),
     ] = options.DEFAULTS.group
     page_size: options.PageSize = options.PAGE_SIZE
+    kv_dtype: options.KvDtype = options.KV_DTYPE
     output: Annotated[
         Path | None,
         typer.Option(
@@ -134,10 +135,16 @@ class RunOptions:
         """
         try:
             # a whole budget fits any page size; the forced tokens are checked against each budget
-            return QuestConfig(token_budget=1.0, page_size=self.page_size, optimism=self.optimism, group=self.group)
+            return QuestConfig(
+                token_budget=1.0,
+                page_size=self.page_size,
+                optimism=self.optimism,
+                group=self.group,
+                kv_dtype=self.kv_dtype,
+            )
         except ConfigError as error:
             text = str(error)
-            for field in ("page_size", "optimism", "group"):
+            for field in ("page_size", "optimism", "group", "kv_dtype"):
                 text = text.replace(f"[QuestConfig] {field}", f"--{field.replace('_', '-')}")
             raise ConfigError(text) from None
 

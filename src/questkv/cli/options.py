@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from questkv.config import QuestConfig
+from questkv.config import KV_DTYPES, QuestConfig
 from questkv.errors import ConfigError
 from questkv.models import ALIASES, DEFAULT_MODEL, DTYPES
 
@@ -51,6 +51,14 @@ Budget = Annotated[
     ),
 ]
 PageSize = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens a page.", rich_help_panel=_CACHE)]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(KV_DTYPES),
+        help="Keys and values of full pages: in the model's own type, or in eight bits, half the memory.",
+        rich_help_panel=_CACHE,
+    ),
+]
 Dense = Annotated[bool, typer.Option("--dense", help="Read the whole cache for every token.", rich_help_panel=_CACHE)]
 Tail = Annotated[
     bool,
@@ -82,9 +90,10 @@ Dtype = Annotated[
 
 MODEL = DEFAULT_MODEL
 PAGE_SIZE = DEFAULTS.page_size
+KV_DTYPE = DEFAULTS.kv_dtype
 
 
-def quest_config(budget: str | None, page_size: int, dense: bool) -> QuestConfig:
+def quest_config(budget: str | None, page_size: int, dense: bool, kv_dtype: str = KV_DTYPE) -> QuestConfig:
     """The config that a command's options ask for.
 
     Raises:
@@ -97,10 +106,11 @@ def quest_config(budget: str | None, page_size: int, dense: bool) -> QuestConfig
     if budget is not None:
         wanted = parse_budget(budget)
     try:
-        return QuestConfig(token_budget=wanted, page_size=page_size)
+        return QuestConfig(token_budget=wanted, page_size=page_size, kv_dtype=kv_dtype)
     except ConfigError as error:
         # the user wrote an option, not a field
         text = str(error).replace("[QuestConfig] token_budget", "--budget")
+        text = text.replace("[QuestConfig] kv_dtype", "--kv-dtype")
         raise ConfigError(text.replace("[QuestConfig] page_size", "--page-size")) from None
 
 

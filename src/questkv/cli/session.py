@@ -34,6 +34,7 @@ class Answer:
         ms_per_token: Mean milliseconds from one generated token to the next; of the only one, if there is one.
         pages_read: Pages read, summed over decode steps, layers and KV heads.
         pages_held: Pages held at the same steps: what dense attention would have read.
+        cache_bytes: Bytes of the pages that the cache holds after it, boxes included.
     """
 
     text: str
@@ -43,13 +44,15 @@ class Answer:
     ms_per_token: float
     pages_read: int
     pages_held: int
+    cache_bytes: int
 
     def summary(self) -> str:
         """The line shown under the answer."""
         share = f" ({self.pages_read / self.pages_held:.1%})" if self.pages_held else ""
         return (
             f"{self.prompt_tokens:,} tokens in context, {self.generated_tokens:,} generated, "
-            f"{self.ms_per_token:.1f} ms per token, {self.pages_read:,} pages read of {self.pages_held:,} held{share}"
+            f"{self.ms_per_token:.1f} ms per token, {self.pages_read:,} pages read of {self.pages_held:,} held{share}, "
+            f"cache {self.cache_bytes / 2**20:,.1f} MiB"
         )
 
     def as_json(self, config: QuestConfig) -> dict[str, Any]:
@@ -62,7 +65,9 @@ class Answer:
             "ms_per_token": self.ms_per_token,
             "pages_read": self.pages_read,
             "pages_held": self.pages_held,
+            "cache_bytes": self.cache_bytes,
             "token_budget": config.token_budget,
+            "kv_dtype": config.kv_dtype,
         }
 
 
@@ -180,6 +185,7 @@ class Session:
             ms_per_token=round(stream.ms_per_token, 2),
             pages_read=after.pages_read - before.pages_read,
             pages_held=after.pages_held - before.pages_held,
+            cache_bytes=after.bytes_held,
         )
 
     def _run(self, ids: list[int], on_progress: Callable[[int], None] | None = None) -> None:

@@ -46,14 +46,16 @@ class Decoding:
         loaded: A model whose attention is ``questkv``, and its tokenizer.
         policy: The method with its budget.
         decoded: Last tokens of a prompt that are decoded and not prefilled, at least 1.
+        quest: Page size, box and KV dtype of the context; the default ones if None.
     """
 
-    def __init__(self, loaded: LoadedModel, policy: Policy, decoded: int) -> None:
+    def __init__(self, loaded: LoadedModel, policy: Policy, decoded: int, quest: QuestConfig | None = None) -> None:
         if decoded < 1:
             raise ConfigError(f"[harness] decoded: expected at least 1 token, got {decoded}")
         self.loaded = loaded
         self.policy = policy
         self.decoded = decoded
+        self.quest = quest if quest is not None else QuestConfig()
         self.truncated = 0
         self._context: tuple[list[int], Context] | None = None
 
@@ -128,7 +130,7 @@ class Decoding:
         return self._context[1]
 
     def _config(self) -> QuestConfig:
-        config: QuestConfig = getattr(self.policy, "config", QuestConfig())
+        config: QuestConfig = getattr(self.policy, "config", self.quest)
         return config
 
 
@@ -154,10 +156,19 @@ def run_harness(tasks: HarnessTasks, loaded: LoadedModel, plan: Plan, results: R
         on_progress(number / len(todo), f"{task}: {planned.method}{f' {planned.budget}' if planned.budget else ''}")
         began = time.perf_counter()
         row = {"method": planned.method, "budget": planned.budget, "length": None, "sample": task}
-        scored = tasks.evaluate(loaded, task, planned.policy)
+        scored = tasks.evaluate(loaded, task, planned.policy, plan.quest)
         seconds = round(time.perf_counter() - began, 3)
         lowered = {"lowered": planned.lowered} if planned.lowered else {}
-        results.add({**row, **scored, **lowered, "policy": planned.policy.fields(), "seconds": seconds})
+        results.add(
+            {
+                **row,
+                **scored,
+                **lowered,
+                "policy": planned.policy.fields(),
+                "kv_dtype": plan.quest.kv_dtype,
+                "seconds": seconds,
+            }
+        )
 
 
 @cache
@@ -268,8 +279,8 @@ class HarnessTasks(Task):
         """Not by prompt: see `evaluate`."""
         raise UnsupportedError("[harness] score: expected harness.evaluate, since its tasks bring their own prompts")
 
-    def evaluate(self, loaded: LoadedModel, task: str, policy: Policy) -> Row:
-        """One task under one method.
+    def evaluate(self, loaded: LoadedModel, task: str, policy: Policy, quest: QuestConfig) -> Row:
+        """One task under one method, on contexts with the pages that `quest` describes.
 
         Returns:
             ``score`` (the task's first metric), ``metric`` (its name), ``higher_is_better``, ``metrics`` (all of them),
@@ -278,7 +289,7 @@ class HarnessTasks(Task):
         lm_class = model_class()
         import lm_eval
 
-        decoding = Decoding(loaded, policy, self.decoded)
+        decoding = Decoding(loaded, policy, self.decoded, quest)
         found = lm_eval.simple_evaluate(
             model=lm_class(decoding),
             tasks=[task],

@@ -128,6 +128,7 @@ def _row(task: Task, loaded: LoadedModel, context: Context, sample: Sample, plan
         "prompt_tokens": len(sample.ids),
         **({"lowered": planned.lowered} if planned.lowered else {}),
         "policy": planned.policy.fields(),
+        "kv_dtype": context.cache.config.kv_dtype,
         "seconds": round(time.perf_counter() - began, 3),
     }
 

@@ -103,8 +103,9 @@ class QuestCache(Cache):
             sequence: Which sequence of the batch.
 
         Returns:
-            [Hkv, L, D] each: a copy, or a view of the pages where they lie in one run. While a forward is under way,
-            its tokens are among them once the layer has attended.
+            [Hkv, L, D] each: a copy, or a view of the pages where they lie in one run. Pages in eight bits are decoded
+            and rounded to the model's type. While a forward is under way, its tokens are among them once the layer has
+            attended.
 
         Raises:
             CacheMismatchError: The layer isn't paged, or holds no token.

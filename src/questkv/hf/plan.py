@@ -58,13 +58,13 @@ class Run:
         sequence: Row of the page table.
         tokens: Their places among the T new tokens.
         length: Tokens of the sequence, these included.
-        num_pages: Pages of the sequence.
+        page_table: [P] the sequence's pages.
     """
 
     sequence: int
     tokens: slice
     length: int
-    num_pages: int
+    page_table: torch.Tensor
 
 
 class Plan:
@@ -84,8 +84,7 @@ class Plan:
         for sequence, (count, length) in enumerate(zip(step.counts, step.lengths, strict=True)):
             past = length - count
             if count > 1 and (not past or count > config.sparse_prefill):
-                pages = -(-length // config.page_size)
-                self.runs.append(Run(sequence, slice(start, start + count), length, pages))
+                self.runs.append(Run(sequence, slice(start, start + count), length, step.run(sequence)))
             else:
                 rows.extend(range(start, start + count))
             start += count

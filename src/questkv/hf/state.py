@@ -127,7 +127,8 @@ class PagedState:
         group = self._group_of(layer)
         if group is None:
             raise CacheMismatchError(f"[keys_values] layer: expected a paged layer that holds tokens, got {layer}")
-        return group.batch.keys_values(group.layers[layer], sequence)
+        keys, values = group.batch.keys_values(group.layers[layer], sequence)
+        return keys.to(group.pool.geometry.dtype), values.to(group.pool.geometry.dtype)
 
     def settle(self) -> None:
         """Undo a forward that didn't reach the last paged layer."""
@@ -267,6 +268,8 @@ class PagedState:
             added = new if new is not None else torch.ones(batch, width, dtype=torch.bool, device=device)
             self.real = torch.cat([past, added], dim=1)
         self.columns += width
+        for group in self.groups.values():
+            group.batch.settle()
 
     def _group_of(self, layer: int) -> Group | None:
         """The layer's group, None before its first token."""
@@ -281,6 +284,7 @@ class PagedState:
             dtype=keys.dtype,
             device=keys.device,
             box_dtype=self.config.box_dtype,
+            kv_dtype=self.config.kv_dtype,
         )
         group = self.groups.get(geometry)
         if group is None or layer not in group.layers:
@@ -313,11 +317,10 @@ class PagedState:
         pages = group.pool.layer(group.layers[layer])
         out = torch.empty_like(query)
         for run in plan.runs:
-            table = plan.step.page_table[run.sequence, : run.num_pages]
             out[run.tokens] = kernels.prefill(
                 query[run.tokens],
                 pages,
-                table,
+                run.page_table,
                 run.length,
                 scale=softmax.scale,
                 softcap=softmax.softcap,

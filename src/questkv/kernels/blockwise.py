@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from questkv.kernels.gather import gather_run
+from questkv.kernels.gather import gather_tokens
 from questkv.kernels.types import Pages
 
 # Query tokens a block of `prefill`: bounds the mask and the scores, [block, length] each.
@@ -141,10 +141,10 @@ def _flash(
 def _prefill_sdpa(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """PyTorch's fused attention, which never holds the scores of a whole prompt."""
     n, length = len(q), keys.shape[1]
-    queries, keys, values = q.transpose(0, 1)[None], keys[None], values[None]
+    queries, keys, values = q.transpose(0, 1)[None].to(keys.dtype), keys[None], values[None]
     if n == length:
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=n > 1, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return out[0].transpose(0, 1).to(q.dtype)
     out = torch.empty_like(queries)
     for start in range(0, n, _BLOCK):
         block = queries[:, :, start : start + _BLOCK]
@@ -157,7 +157,7 @@ def _prefill_sdpa(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
             scale=scale,
             enable_gqa=True,
         )
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1).to(q.dtype)
 
 
 def _causal(n: int, visible: int, device: torch.device) -> torch.Tensor:
@@ -166,17 +166,17 @@ def _causal(n: int, visible: int, device: torch.device) -> torch.Tensor:
 
 
 def tokens_of(pages: Pages, page_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `length` tokens' keys and values, [Hkv, length, D] each."""
+    """The first `length` tokens' keys and values, [Hkv, length, D] each: float32 if a page among them is coded."""
     return _tokens(pages, page_table, 0, length)
 
 
 def _tokens(pages: Pages, page_table: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of tokens start to end - 1, [Hkv, end - start, D] each; views where the pages are one run."""
+    """Keys and values of tokens start to end - 1, [Hkv, end - start, D] each; views where the pages are one plain run.
+
+    Float32 where a page among them is coded.
+    """
     first = start // pages.page_size
     page_ids = page_table[first : -(-end // pages.page_size)]
     here = slice(start - first * pages.page_size, end - first * pages.page_size)
-    keys, values = (
-        gather_run([getattr(segment, name) for segment in pages.segments], page_ids).flatten(1, 2)[:, here]
-        for name in ("keys", "values")
-    )
-    return keys, values
+    keys, values = gather_tokens(pages, page_ids)
+    return keys.flatten(1, 2)[:, here], values.flatten(1, 2)[:, here]

@@ -21,6 +21,9 @@ def check_rows(op: str, q: torch.Tensor, pages: Pages, page_table: torch.Tensor,
     check_per_row(op, "lengths", lengths, rows, pages)
     check_lengths(op, lengths, page_table.shape[1], pages)
     check_no_gaps(op, page_table, lengths, pages)
+    if len(lengths) and pages.coded is not None:
+        open_pages = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
+        check_kind(op, "page_table", page_table.gather(1, open_pages[:, None]).squeeze(1), pages, coded=False)
 
 
 def check_query(op: str, q: torch.Tensor, pages: Pages) -> None:
@@ -55,6 +58,18 @@ def check_page_ids(op: str, name: str, ids: torch.Tensor, pages: Pages, lowest: 
         )
 
 
+def check_kind(op: str, name: str, page_ids: torch.Tensor, pages: Pages, *, coded: bool) -> None:
+    """Pages [n] that are written or open are plain; those that `seal` codes into are coded."""
+    # Reading values back would stop the host on a GPU; there the caller vouches for them.
+    if page_ids.device.type != "cpu" or not page_ids.numel():
+        return
+    is_coded = torch.zeros_like(page_ids, dtype=torch.bool) if pages.coded is None else pages.coded[page_ids]
+    wrong = page_ids[is_coded != coded]
+    if len(wrong):
+        what, kind = ("coded pages", "plain") if coded else ("plain pages where tokens are written or open", "coded")
+        raise ValueError(f"[{op}] {name}: expected {what}, got the {kind} page {int(wrong[0])}")
+
+
 def check_per_row(op: str, name: str, value: torch.Tensor, rows: int, pages: Pages) -> None:
     """One int64 per row."""
     if list(value.shape) != [rows]:
@@ -77,7 +92,8 @@ def check_lengths(op: str, lengths: torch.Tensor, table_pages: int, pages: Pages
 
 def check_no_gaps(op: str, page_table: torch.Tensor, lengths: torch.Tensor, pages: Pages) -> None:
     """Padding (-1) lies past the row's pages only."""
-    if page_table.device.type != "cpu" or not page_table.numel():
+    # One sequence has no padding at all: the look at each row costs ten times as much.
+    if page_table.device.type != "cpu" or not page_table.numel() or int(page_table.min()) >= 0:
         return
     used = torch.div(lengths - 1, pages.page_size, rounding_mode="floor") + 1
     gaps = (page_table < 0) & (torch.arange(page_table.shape[1]) < used[:, None])
@@ -138,6 +154,18 @@ def check_pages(op: str, name: str, page_ids: torch.Tensor, pages: Pages) -> Non
     check_page_ids(op, name, page_ids, pages)
 
 
+def check_sealed(op: str, name: str, page_ids: torch.Tensor, into: torch.Tensor | None, pages: Pages) -> None:
+    """Plain pages [n] to seal, and as many coded pages that they are coded into, or None."""
+    check_pages(op, name, page_ids, pages)
+    check_kind(op, name, page_ids, pages, coded=False)
+    if into is None:
+        return
+    check_pages(op, "into", into, pages)
+    if into.shape != page_ids.shape:
+        raise ValueError(f"[{op}] into: expected a page for each of the {len(page_ids)} in {name}, got {len(into)}")
+    check_kind(op, "into", into, pages, coded=True)
+
+
 def check_new(op: str, pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Slots [n] in the pages, keys and values [n, Hkv, D] that fit them."""
     check_index(op, "slots", slots, pages)
@@ -157,3 +185,6 @@ def check_new(op: str, pages: Pages, slots: torch.Tensor, keys: torch.Tensor, va
     low, high, end = int(slots.min()), int(slots.max()), pages.num_pages * pages.page_size
     if low < 0 or high >= end:
         raise ValueError(f"[{op}] slots: expected slots 0 to {end - 1}, got {low if low < 0 else high}")
+    if pages.coded is not None:
+        page_ids = torch.div(slots, pages.page_size, rounding_mode="floor")
+        check_kind(op, "slots", page_ids, pages, coded=False)

@@ -67,7 +67,7 @@ def decode(
     _check_budget(num_selected, lengths, pages.page_size, sink_pages + recent_pages)
     if new is not None:
         checks.check_new("decode", pages, new.slots, new.keys, new.values)
-        checks.check_pages("decode", "sealed", new.sealed, pages)
+        checks.check_sealed("decode", "sealed", new.sealed, new.into, pages)
     out: torch.Tensor = dispatch.resolve(backend, pages.device).decode(
         q,
         pages,
@@ -91,8 +91,9 @@ def _check_budget(num_selected: torch.Tensor, lengths: torch.Tensor, page_size: 
     # Reading values back would stop the host on a GPU; there the caller vouches for them.
     if num_selected.device.type != "cpu" or not num_selected.numel():
         return
-    sealed = torch.div(lengths - 1, page_size, rounding_mode="floor")
-    if bool((num_selected < sealed.clamp(max=forced)).any()):
-        raise ValueError(
-            f"[decode] num_selected: expected at least the {forced} sink and recent pages, got {num_selected.tolist()}"
-        )
+    for wanted, length in zip(num_selected.tolist(), lengths.tolist(), strict=True):
+        if wanted < min((length - 1) // page_size, forced):
+            raise ValueError(
+                f"[decode] num_selected: expected at least the {forced} sink and recent pages, "
+                f"got {num_selected.tolist()}"
+            )

@@ -74,6 +74,8 @@ def prefill(
             f"[prefill] length: expected {fewest} (tokens in q, at least 1) to {page_table.shape[0] * pages.page_size} "
             f"(tokens in page_table), got {length}"
         )
+    last = (length - 1) // pages.page_size
+    checks.check_kind("prefill", "page_table", page_table[last : last + 1], pages, coded=False)
     checks.check_scale("prefill", scale)
     checks.check_softmax("prefill", softcap, sinks, q)
     out: torch.Tensor = dispatch.resolve(backend, pages.device).prefill(

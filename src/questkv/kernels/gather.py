@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+from questkv.kernels.coded import decode_keys, decode_values
+from questkv.kernels.types import Pages, PageSegment
 
 
 def gather_run(parts: Sequence[torch.Tensor], page_ids: torch.Tensor) -> torch.Tensor:
@@ -18,51 +21,97 @@ def gather_run(parts: Sequence[torch.Tensor], page_ids: torch.Tensor) -> torch.T
     Returns:
         [Hkv, n, ...], a view if the pages are one run of a single segment.
     """
-    pieces = [_view(parts, first, count) for first, count in _runs(parts, page_ids)]
+    sizes = [part.shape[1] for part in parts]
+    pieces = [parts[part][:, here] for part, here in _runs(sizes, page_ids)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-def gather_pairs(parts: Sequence[torch.Tensor], heads: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
-    """One head of each given page.
+def gather_tokens(pages: Pages, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All heads' keys and values of the given pages, coded ones decoded.
 
     Args:
-        parts: The segments' tensors, each [Hkv, N, ...].
+        pages: The layer's pages.
+        page_ids: [n] int64 physical pages.
+
+    Returns:
+        [Hkv, n, S, D] each: float32 if a page among them is coded, else the pages' dtype, and then a view if they are
+        one run of a single segment.
+    """
+    sizes = [segment.keys.shape[1] for segment in pages.segments]
+    pieces = [
+        _decoded(pages.segments[part], lambda tensor, here=here: tensor[:, here])  # type: ignore[misc]
+        for part, here in _runs(sizes, page_ids)
+    ]
+    return _join([keys for keys, _ in pieces]), _join([values for _, values in pieces])
+
+
+def gather_pairs(pages: Pages, heads: torch.Tensor, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one head of each given page, coded ones decoded.
+
+    Args:
+        pages: The layer's pages.
         heads: [m] int64 KV heads.
         page_ids: [m] int64 physical pages.
 
     Returns:
-        [m, ...], a copy.
+        [m, S, D] each, a copy: float32 if any segment is coded, else the pages' dtype.
     """
-    if len(parts) == 1:
-        return _pick(parts[0], heads, page_ids)
-    out = parts[0].new_empty((len(page_ids), *parts[0].shape[2:]))
-    start = 0
-    for part in parts:
-        here = ((page_ids >= start) & (page_ids < start + part.shape[1])).nonzero().squeeze(1)
+    if len(pages.segments) == 1:
+        return _pick(pages.segments[0], heads, page_ids)
+    dtype = pages.dtype if pages.coded is None else torch.float32
+    shape = (len(page_ids), pages.page_size, pages.head_dim)
+    keys, values = (torch.empty(shape, dtype=dtype, device=pages.device) for _ in range(2))
+    for segment, start in zip(pages.segments, pages.starts, strict=False):
+        here = ((page_ids >= start) & (page_ids < start + segment.keys.shape[1])).nonzero().squeeze(1)
         if len(here):
-            out[here] = _pick(part, heads[here], page_ids[here] - start)
-        start += part.shape[1]
-    return out
+            part_keys, part_values = _pick(segment, heads[here], page_ids[here] - start)
+            keys[here], values[here] = part_keys.to(dtype), part_values.to(dtype)
+    return keys, values
 
 
-def _pick(part: torch.Tensor, heads: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
-    return part.flatten(0, 1).index_select(0, heads * part.shape[1] + page_ids)
+def _pick(segment: PageSegment, heads: torch.Tensor, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [m, S, D] of one head of each page, by its place in the segment."""
+    places = heads * segment.keys.shape[1] + page_ids
+    return _decoded(segment, lambda tensor: tensor.flatten(0, 1).index_select(0, places))
 
 
-def _runs(parts: Sequence[torch.Tensor], page_ids: torch.Tensor) -> list[tuple[int, int]]:
-    """(first page, pages) of the longest runs of consecutive pages that lie in one segment, in the given order."""
+def _decoded(segment: PageSegment, take: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `take` picks of a segment's keys and values: as they are if it is plain, else decoded."""
+    keys, values = take(segment.keys), take(segment.values)
+    if not segment.coded:
+        return keys, values
+    assert segment.scales is not None
+    assert segment.value_scales is not None
+    keys = decode_keys(keys, take(segment.boxes), take(segment.scales))
+    return keys, decode_values(values, take(segment.value_scales))
+
+
+def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """[Hkv, n, ...] in one; decoded pieces are float32, which holds what the others hold."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if any(piece.dtype != pieces[0].dtype for piece in pieces):
+        pieces = [piece.float() for piece in pieces]
+    return torch.cat(pieces, dim=1)
+
+
+def _runs(sizes: Sequence[int], page_ids: torch.Tensor) -> list[tuple[int, slice]]:
+    """(segment, its pages) of the longest runs of consecutive pages that lie in one segment, in the given order.
+
+    Args:
+        sizes: Pages of every segment.
+        page_ids: [n] int64 physical pages; none gives one empty run of the first segment.
+    """
+    starts = list(itertools.accumulate(sizes, initial=0))
     breaks = page_ids[1:] != page_ids[:-1] + 1
-    start = 0
-    for part in parts[:-1]:
-        start += part.shape[1]
+    for start in starts[1:-1]:
         breaks = breaks | (page_ids[1:] == start)
     cuts = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(page_ids)]
-    return [(int(page_ids[cut]), after - cut) for cut, after in itertools.pairwise(cuts)]
-
-
-def _view(parts: Sequence[torch.Tensor], first: int, count: int) -> torch.Tensor:
-    for part in parts:
-        if first < part.shape[1]:
-            return part[:, first : first + count]
-        first -= part.shape[1]
-    raise IndexError("a physical page lies in no segment")
+    firsts = page_ids[torch.tensor(cuts[:-1], device=page_ids.device)].tolist() if len(page_ids) else [0]
+    runs = []
+    for first, (cut, after) in zip(firsts, itertools.pairwise(cuts), strict=True):
+        part = next((i for i, start in enumerate(starts[1:]) if first < start), None)
+        if part is None:
+            raise IndexError("a physical page lies in no segment")
+        runs.append((part, slice(first - starts[part], first - starts[part] + after - cut)))
+    return runs

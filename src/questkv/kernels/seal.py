@@ -1,4 +1,4 @@
-"""seal: compute the boxes of full pages."""
+"""seal: compute the boxes of full pages, and code their content."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from questkv.kernels import checks, dispatch
 from questkv.kernels.types import Pages
 
 
-def seal(pages: Pages, page_ids: torch.Tensor, *, backend: str = "auto") -> None:
+def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None, *, backend: str = "auto") -> None:
     """Write the boxes of full pages: the lowest and highest value of every key channel, per KV head.
 
     Paper, section 3.4 (the metadata of Algorithm 1). Int8 boxes are rounded outward, so that
     ``code_lo * scale <= key <= code_hi * scale`` holds exactly for every key of the page. A page that holds a NaN or
     infinite key gets a box that scores +inf.
 
+    With `into`, page i is coded in eight bits into page into[i], keys within the box and values within their token's
+    range (docs/method.md), and is itself left as it is, its box too.
+
     Args:
-        pages: The layer's pages; boxes (and scales) of `page_ids` are written in place, nothing else is.
-        page_ids: [n] int64 physical pages, all S slots of each written.
+        pages: The layer's pages. Written in place: boxes (and scales) of `page_ids`, or everything of `into`; nothing
+            else.
+        page_ids: [n] int64 plain physical pages, all S slots of each written.
+        into: [n] int64 coded physical pages, all different; None writes the boxes of `page_ids` themselves.
         backend: ``auto`` or a backend's name.
 
     Raises:
-        ValueError: A shape, a device or a page id is wrong.
+        ValueError: A shape, a device, a page id or its kind is wrong.
         TypeError: A dtype is wrong.
     """
-    checks.check_pages("seal", "page_ids", page_ids, pages)
-    dispatch.resolve(backend, pages.device).seal(pages, page_ids)
+    checks.check_sealed("seal", "page_ids", page_ids, into, pages)
+    dispatch.resolve(backend, pages.device).seal(pages, page_ids, into)

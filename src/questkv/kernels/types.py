@@ -12,15 +12,18 @@ from questkv.errors import UnsupportedError
 
 @dataclass(frozen=True, eq=False)
 class PageSegment:
-    """N physical pages of one layer with one storage.
+    """N physical pages of one layer with one storage, all plain (in the model's type) or all coded (in eight bits).
 
     Attributes:
-        keys: [Hkv, N, S, D] float32, bfloat16 or float16, contiguous; keys as attention sees them (after rotary).
-        values: Like `keys`.
+        keys: [Hkv, N, S, D] float32, bfloat16 or float16, contiguous; keys as attention sees them (after rotary). In a
+            coded segment uint8: a key's place in its page's box (docs/method.md).
+        values: Like `keys`; in a coded segment uint8 steps above the token's offset.
         boxes: [Hkv, N, 2, D] int8 or the keys' dtype, contiguous; index 0 the lowest, 1 the highest value of every
-            key channel. Defined for sealed pages only.
+            key channel. Defined for sealed pages only. Always int8 in a coded segment.
         scales: [Hkv, N] float32 for int8 boxes (bound = code * scale; +inf marks a page that holds a NaN or infinite
             key), None for boxes in the keys' dtype.
+        value_scales: [Hkv, N, S, 2] float32 in a coded segment, None in a plain one: index 0 the step, 1 the offset of
+            a token's value; both NaN where it holds a NaN or infinite value.
 
     Slots that no token was written to may hold anything, NaN included.
     """
@@ -29,11 +32,20 @@ class PageSegment:
     values: torch.Tensor
     boxes: torch.Tensor
     scales: torch.Tensor | None
+    value_scales: torch.Tensor | None = None
+
+    @property
+    def coded(self) -> bool:
+        """Whether its pages hold eight bits a channel instead of the model's type."""
+        return self.keys.dtype == torch.uint8
 
 
 @dataclass(frozen=True, eq=False)
 class Pages:
     """All pages of one layer: physical page ids number the segments' pages one after another.
+
+    The first segment is plain; the others may be plain or coded. A page is written in a plain page, and `seal` may code
+    it into another.
 
     Raises:
         ValueError: The segments' tensors don't fit each other.
@@ -46,6 +58,8 @@ class Pages:
         if not self.segments:
             raise ValueError("[Pages] segments: expected at least one segment, got none")
         first = self.segments[0].keys
+        if self.segments[0].coded:
+            raise TypeError("[Pages] keys: expected a plain first segment (float32, bfloat16 or float16), got uint8")
         for segment in self.segments:
             _check_segment(segment, first)
             if segment.boxes.dtype != self.segments[0].boxes.dtype:
@@ -82,9 +96,16 @@ class Pages:
         """D."""
         return self.segments[0].keys.shape[3]
 
+    @cached_property
+    def coded(self) -> torch.Tensor | None:
+        """[num_pages] bool on the CPU, True for pages in eight bits; None if none is."""
+        if not any(segment.coded for segment in self.segments):
+            return None
+        return torch.cat([torch.full((segment.keys.shape[1],), segment.coded) for segment in self.segments])
+
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of keys and values."""
+        """Dtype of keys and values in plain pages."""
         return self.segments[0].keys.dtype
 
     @property
@@ -102,45 +123,67 @@ class NewTokens:
         keys: [n, Hkv, D] the pages' dtype and device.
         values: Like `keys`.
         sealed: [m] int64 physical pages that are full and have a token behind them now.
+        into: [m] int64 coded pages that they are coded into, as in `seal`; None leaves them as they are.
     """
 
     slots: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     sealed: torch.Tensor
+    into: torch.Tensor | None = None
 
 
 def _check_segment(segment: PageSegment, first: torch.Tensor) -> None:
     keys = segment.keys
     if keys.ndim != 4 or keys.shape[0] != first.shape[0] or keys.shape[2:] != first.shape[2:] or 0 in keys.shape:
         raise ValueError(f"[Pages] keys: expected [Hkv, N, S, D], the same Hkv, S, D for all, got {list(keys.shape)}")
-    if keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"[Pages] keys: expected float32, bfloat16 or float16, got {keys.dtype}")
-    if keys.dtype != first.dtype:
-        raise TypeError(f"[Pages] keys: expected {first.dtype} like the first segment's, got {keys.dtype}")
-    if segment.values.dtype != keys.dtype:
-        raise TypeError(f"[Pages] values: expected {keys.dtype} like the keys, got {segment.values.dtype}")
-    if segment.values.shape != keys.shape:
-        if segment.values.shape[:3] == keys.shape[:3]:
-            raise UnsupportedError(
-                f"[Pages] values: expected the keys' head dim {keys.shape[3]}, got {segment.values.shape[3]}; "
-                "keys and values of different widths are not supported"
-            )
-        raise ValueError(f"[Pages] values: expected {list(keys.shape)} like keys, got {list(segment.values.shape)}")
-    expected = [keys.shape[0], keys.shape[1], 2, keys.shape[3]]
-    if list(segment.boxes.shape) != expected:
-        raise ValueError(f"[Pages] boxes: expected {expected}, got {list(segment.boxes.shape)}")
-    box_dtype = torch.int8 if segment.scales is not None else keys.dtype
-    if segment.boxes.dtype != box_dtype:
-        raise TypeError(f"[Pages] boxes: expected {box_dtype}, got {segment.boxes.dtype}")
-    if segment.scales is not None and (segment.scales.shape != keys.shape[:2] or segment.scales.dtype != torch.float32):
-        raise ValueError(
-            f"[Pages] scales: expected float32 {list(keys.shape[:2])}, got {segment.scales.dtype} "
-            f"{list(segment.scales.shape)}"
-        )
-    for name in ("keys", "values", "boxes", "scales"):
+    if not segment.coded:
+        if keys.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(f"[Pages] keys: expected float32, bfloat16 or float16, got {keys.dtype}")
+        if keys.dtype != first.dtype:
+            raise TypeError(f"[Pages] keys: expected {first.dtype} like the first segment's, got {keys.dtype}")
+    _check_values(segment)
+    _check_boxes(segment)
+    for name in ("keys", "values", "boxes", "scales", "value_scales"):
         tensor = getattr(segment, name)
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"[Pages] {name}: expected a contiguous tensor, got strides {tensor.stride()}")
         if tensor is not None and tensor.device != first.device:
             raise ValueError(f"[Pages] {name}: expected device {first.device}, got {tensor.device}")
+
+
+def _check_values(segment: PageSegment) -> None:
+    keys, values, scales = segment.keys, segment.values, segment.value_scales
+    if values.dtype != keys.dtype:
+        raise TypeError(f"[Pages] values: expected {keys.dtype} like the keys, got {values.dtype}")
+    if values.shape != keys.shape:
+        if values.shape[:3] == keys.shape[:3]:
+            raise UnsupportedError(
+                f"[Pages] values: expected the keys' head dim {keys.shape[3]}, got {values.shape[3]}; "
+                "keys and values of different widths are not supported"
+            )
+        raise ValueError(f"[Pages] values: expected {list(keys.shape)} like keys, got {list(values.shape)}")
+    if not segment.coded:
+        if scales is not None:
+            raise ValueError(f"[Pages] value_scales: expected None in a plain segment, got {list(scales.shape)}")
+        return
+    expected = [*keys.shape[:3], 2]
+    if scales is None or list(scales.shape) != expected or scales.dtype != torch.float32:
+        got = "None" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+        raise ValueError(f"[Pages] value_scales: expected float32 {expected} in a coded segment, got {got}")
+
+
+def _check_boxes(segment: PageSegment) -> None:
+    keys, boxes, scales = segment.keys, segment.boxes, segment.scales
+    expected = [keys.shape[0], keys.shape[1], 2, keys.shape[3]]
+    if list(boxes.shape) != expected:
+        raise ValueError(f"[Pages] boxes: expected {expected}, got {list(boxes.shape)}")
+    box_dtype = torch.int8 if scales is not None or segment.coded else keys.dtype
+    if boxes.dtype != box_dtype:
+        raise TypeError(f"[Pages] boxes: expected {box_dtype}, got {boxes.dtype}")
+    if scales is None and segment.coded:
+        raise ValueError(f"[Pages] scales: expected float32 {list(keys.shape[:2])} in a coded segment, got None")
+    if scales is not None and (scales.shape != keys.shape[:2] or scales.dtype != torch.float32):
+        raise ValueError(
+            f"[Pages] scales: expected float32 {list(keys.shape[:2])}, got {scales.dtype} {list(scales.shape)}"
+        )

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from questkv import kernels
+from questkv.errors import PoolFullError
 from questkv.kernels.blockwise import tokens_of
 from questkv.pages.pool import PagePool
 from questkv.pages.sequence import Sequence
@@ -25,7 +26,10 @@ class Step:
         lengths: Tokens of every sequence, the new ones included.
         slots: [T] int64, ``physical page * S + slot`` of the new tokens, sequence after sequence; T = sum(counts).
         sealed: [m] int64 physical pages that the new tokens seal.
+        into: [m] int64 coded pages that they are coded into, None with ``kv_dtype="model"``.
         page_table: [B, P] int64 physical pages, -1 past a sequence's own.
+        written_table: Like `page_table`, with the pages of `sealed` where that has those of `into`.
+        page_size: S.
         written: Layers that hold the new tokens already.
     """
 
@@ -33,7 +37,10 @@ class Step:
     lengths: list[int]
     slots: torch.Tensor
     sealed: torch.Tensor
+    into: torch.Tensor | None
     page_table: torch.Tensor
+    written_table: torch.Tensor
+    page_size: int
     written: set[int] = field(default_factory=set)
 
     @cached_property
@@ -47,10 +54,30 @@ class Step:
 
     @cached_property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page table [T, P] and lengths [T] with a row for every new token, as the operators take them."""
+        """Page table [T, P] and lengths [T] with a row for every new token, as the operators take them.
+
+        A page that the step codes is coded for the tokens after it and plain for those inside it, as it is when each
+        token comes alone.
+        """
         device = self.page_table.device
-        counts = torch.tensor(self.counts, device=device)
-        return self.page_table.repeat_interleave(counts, dim=0), torch.tensor(self.row_lengths, device=device)
+        counts, lengths = torch.tensor(self.counts, device=device), torch.tensor(self.row_lengths, device=device)
+        table = self.page_table.repeat_interleave(counts, dim=0)
+        if self.into is not None and max(self.counts, default=0) > 1:
+            open_pages = torch.div(lengths - 1, self.page_size, rounding_mode="floor")[:, None]
+            written = self.written_table.repeat_interleave(counts, dim=0)
+            table.scatter_(1, open_pages, written.gather(1, open_pages))
+        return table, lengths
+
+    def run(self, sequence: int) -> torch.Tensor:
+        """[P] page table for a sequence's new tokens as one dense block: they read each other as they were written.
+
+        Pages before the first new token's are read as later tokens will find them, coded ones decoded.
+        """
+        length = self.lengths[sequence]
+        first, end = (length - self.counts[sequence]) // self.page_size, -(-length // self.page_size)
+        if self.into is None:
+            return self.page_table[sequence, :end]
+        return torch.cat([self.page_table[sequence, :first], self.written_table[sequence, first:end]])
 
 
 class SequenceBatch:
@@ -90,8 +117,7 @@ class SequenceBatch:
         if len(counts) != len(self.sequences) or any(count < 0 for count in counts):
             raise ValueError(f"[reserve] counts: expected {len(self.sequences)} numbers >= 0, got {counts}")
         self.settle()
-        self._make_room(counts)
-        self.step = self._describe(counts)
+        self.step = self._describe(counts, self._make_room(counts))
         return self.step
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, backend: str = "auto") -> None:
@@ -109,7 +135,7 @@ class SequenceBatch:
             pages = self.pool.layer(layer)
             kernels.append(pages, step.slots, keys, values, backend=backend)
             if len(step.sealed):
-                kernels.seal(pages, step.sealed, backend=backend)
+                kernels.seal(pages, step.sealed, step.into, backend=backend)
         step.written.add(layer)
 
     def new_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> kernels.NewTokens:
@@ -120,7 +146,7 @@ class SequenceBatch:
             values: Like `keys`.
         """
         step = self._reserved()
-        return kernels.NewTokens(step.slots, keys, values, step.sealed)
+        return kernels.NewTokens(step.slots, keys, values, step.sealed, step.into)
 
     def written(self, layer: int) -> None:
         """Note that a layer holds the reserved tokens."""
@@ -134,33 +160,36 @@ class SequenceBatch:
             sequence: Which sequence.
 
         Returns:
-            [Hkv, L, D] each, a view where the pages lie in one run, else a copy. Tokens of a step that the layer hasn't
-            written are not among them.
+            [Hkv, L, D] each, a view where the pages lie in one run, else a copy; float32 if a page among them is coded.
+            Tokens of a step that the layer hasn't written are not among them.
         """
-        length, step = self.sequences[sequence].length, self.step
+        length, table, step = self.sequences[sequence].length, self.sequences[sequence].table, self.step
         if step is not None and layer not in step.written:
             length -= step.counts[sequence]
+            table = self.sequences[sequence].written_table
         pages = self.pool.layer(layer)
         if not length:
             empty = pages.segments[0].keys[:, 0, :0]
             return empty, empty
-        table = torch.tensor(self.sequences[sequence].table, device=pages.device)
-        return tokens_of(pages, table, length)
+        return tokens_of(pages, torch.tensor(table, device=pages.device), length)
 
     def _reserved(self) -> Step:
         assert self.step is not None, "reserve comes before write"
         return self.step
 
     def settle(self) -> None:
-        """End the last step: undo it if not every layer has written it."""
+        """End the last step: undo it if not every layer has written it, else give back the pages that it replaced."""
         if self.step is not None and len(self.step.written) < self.pool.num_layers:
             self.undo()
+        for sequence in self.sequences:
+            sequence.settle()
         self.step = None
 
     def undo(self) -> None:
         """Take the last step back, if it has not been settled."""
         if self.step is not None:
             for sequence, count in zip(self.sequences, self.step.counts, strict=True):
+                sequence.restore()
                 sequence.crop(count)
             self.step = None
 
@@ -205,44 +234,112 @@ class SequenceBatch:
         self.step = None
         _free(self.sequences)
 
-    def _make_room(self, counts: list[int]) -> None:
+    def _make_room(self, counts: list[int]) -> dict[int, int]:
+        """Grow every sequence; returns the coded page for each plain one that the step seals and codes."""
         page_size = self.pool.geometry.page_size
         missing, copies = [], []
         given_up: Counter[int] = Counter()
         for sequence, count in zip(self.sequences, counts, strict=True):
             missing.append(-(-(sequence.length + count) // page_size) - len(sequence.table))
-            shared = count > 0 and sequence.length % page_size > 0
-            if shared:
+            copy = count > 0 and sequence.length % page_size > 0
+            if copy and not self.pool.is_coded(sequence.table[-1]):
                 # Of several sequences that leave the same shared page, the last holder keeps it.
                 page = sequence.table[-1]
-                shared = self.pool.holders(page) - given_up[page] > 1
-                given_up[page] += shared
-            copies.append(shared)
+                copy = self.pool.holders(page) - given_up[page] > 1
+                given_up[page] += copy
+            copies.append(copy)
+        to_code = self._to_code(counts)
         pages = self.pool.allocate(sum(missing) + sum(copies))
+        try:
+            coded = self.pool.allocate(self._distinct(to_code), coded=True) if any(to_code) else []
+        except PoolFullError:
+            self.pool.release(pages)
+            raise
         for sequence, count, new, copy in zip(self.sequences, counts, missing, copies, strict=True):
             if copy:
-                page = pages.pop(0)
-                self.pool.copy_page(sequence.table[-1], page)
-                self.pool.release([sequence.table[-1]])
-                sequence.table[-1] = page
+                self._copy_open_page(sequence, pages.pop(0))
             sequence.table.extend(pages[:new])
             del pages[:new]
             sequence.length += count
+        return self._put_coded(to_code, coded)
 
-    def _describe(self, counts: list[int]) -> Step:
-        page_size, device = self.pool.geometry.page_size, self.pool.geometry.device
-        width = max((len(sequence.table) for sequence in self.sequences), default=0)
-        table = torch.tensor([sequence.table + [-1] * (width - len(sequence.table)) for sequence in self.sequences])
-        table = table.view(len(self.sequences), width).long()
-        slots, sealed = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    def _copy_open_page(self, sequence: Sequence, page: int) -> None:
+        """Make the last page writable: it is shared, or a crop opened it again after it was coded."""
+        self.pool.copy_page(sequence.table[-1], page)
+        if self.pool.is_coded(sequence.table[-1]):
+            # Decoding rounds to the model's type, so what undoes the step is the codes.
+            sequence.replace(len(sequence.table) - 1, page)
+        else:
+            self.pool.release([sequence.table[-1]])
+            sequence.table[-1] = page
+
+    def _to_code(self, counts: list[int]) -> list[range]:
+        """Logical pages of every sequence that `counts` new tokens seal, without those that were coded before."""
+        if self.pool.geometry.kv_dtype == "model":
+            return [range(0)] * len(counts)
+        page_size, to_code = self.pool.geometry.page_size, []
+        for sequence, count in zip(self.sequences, counts, strict=True):
+            first, end = sequence.sealed_pages, max(sequence.length + count - 1, 0) // page_size
+            # A crop may have left a coded page as the last one, and full.
+            is_full = sequence.length > 0 and sequence.length % page_size == 0
+            to_code.append(range(first + (is_full and self.pool.is_coded(sequence.table[first])), end))
+        return to_code
+
+    def _distinct(self, to_code: list[range]) -> int:
+        """How many pages those are: sequences may share a full page that none has sealed yet."""
+        full = [
+            sequence.table[logical.start]
+            for sequence, logical in zip(self.sequences, to_code, strict=True)
+            if logical
+            and sequence.length
+            and sequence.length % self.pool.geometry.page_size == 0
+            and logical.start < len(sequence.table)
+        ]
+        return sum(map(len, to_code)) - len(full) + len(set(full))
+
+    def _put_coded(self, to_code: list[range], coded: list[int]) -> dict[int, int]:
+        """Put coded pages in the place of the plain ones that the step seals; returns which for which."""
+        into: dict[int, int] = {}
+        for sequence, logical_pages in zip(self.sequences, to_code, strict=True):
+            for logical in logical_pages:
+                page = sequence.table[logical]
+                if page in into:
+                    self.pool.share([into[page]])
+                else:
+                    into[page] = coded[len(into)]
+                sequence.replace(logical, into[page])
+        return into
+
+    def _describe(self, counts: list[int], into: dict[int, int]) -> Step:
+        geometry = self.pool.geometry
+        page_size, device = geometry.page_size, geometry.device
+        table = self._padded([sequence.table for sequence in self.sequences])
+        written = self._padded([sequence.written_table for sequence in self.sequences]) if into else table
+        slots, sealed = [torch.empty(0, dtype=torch.int64)], [torch.tensor(list(into), dtype=torch.int64)]
         for row, (sequence, count) in enumerate(zip(self.sequences, counts, strict=True)):
             if not count:
                 continue
             tokens = torch.arange(sequence.length - count, sequence.length)
-            slots.append(table[row, tokens // page_size] * page_size + tokens % page_size)
-            sealed_before = max(sequence.length - count - 1, 0) // page_size
-            sealed.append(table[row, sealed_before : sequence.sealed_pages])
-        return Step(counts, self.lengths, torch.cat(slots).to(device), torch.cat(sealed).to(device), table.to(device))
+            slots.append(written[row, tokens // page_size] * page_size + tokens % page_size)
+            if geometry.kv_dtype == "model":
+                sealed_before = max(sequence.length - count - 1, 0) // page_size
+                sealed.append(table[row, sealed_before : sequence.sealed_pages])
+        return Step(
+            counts,
+            self.lengths,
+            torch.cat(slots).to(device),
+            torch.cat(sealed).to(device),
+            None if geometry.kv_dtype == "model" else torch.tensor(list(into.values()), dtype=torch.int64).to(device),
+            table.to(device),
+            written.to(device),
+            page_size,
+        )
+
+    def _padded(self, tables: list[list[int]]) -> torch.Tensor:
+        """[B, P] int64, -1 past a sequence's own pages."""
+        width = max(map(len, tables), default=0)
+        padded = torch.tensor([table + [-1] * (width - len(table)) for table in tables], dtype=torch.int64)
+        return padded.view(len(tables), width)
 
 
 def _free(sequences: list[Sequence]) -> None:

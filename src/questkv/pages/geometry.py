@@ -21,6 +21,7 @@ class PageGeometry:
         dtype: float32, bfloat16 or float16.
         device: Where the pages lie.
         box_dtype: ``int8`` or ``model``.
+        kv_dtype: ``model``, or ``int8``: sealed pages are coded in eight bits, in pages of their own.
     """
 
     kv_heads: int
@@ -29,10 +30,11 @@ class PageGeometry:
     dtype: torch.dtype
     device: torch.device
     box_dtype: str = "int8"
+    kv_dtype: str = "model"
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one page's keys and values in one layer."""
+        """Bytes of one plain page's keys and values in one layer."""
         return 2 * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
 
     @property
@@ -44,22 +46,29 @@ class PageGeometry:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in one layer, its boxes included."""
+        """Bytes of one plain page in one layer, its boxes included."""
         return self.kv_bytes + self.box_bytes
 
-    def allocate(self, num_pages: int) -> PageSegment:
+    @property
+    def coded_page_bytes(self) -> int:
+        """Bytes of one coded page in one layer: codes, step and offset of every value, boxes."""
+        return self.kv_heads * self.page_size * (2 * self.head_dim + 8) + self.box_bytes
+
+    def allocate(self, num_pages: int, *, coded: bool = False) -> PageSegment:
         """Storage for `num_pages` pages of one layer; the memory is reserved, not touched."""
         # A tensor made in inference mode can't be written outside it, and a cache outlives the call that made it.
         with torch.inference_mode(False):
-            return self._allocate(num_pages)
+            return self._allocate(num_pages, coded)
 
-    def _allocate(self, num_pages: int) -> PageSegment:
+    def _allocate(self, num_pages: int, coded: bool) -> PageSegment:
         int8 = self.box_dtype == "int8"
+        dtype = torch.uint8 if coded else self.dtype
         tokens = (self.kv_heads, num_pages, self.page_size, self.head_dim)
         boxes = (self.kv_heads, num_pages, 2, self.head_dim)
         return PageSegment(
-            keys=prefer_huge_pages(torch.empty(tokens, dtype=self.dtype, device=self.device)),
-            values=prefer_huge_pages(torch.empty(tokens, dtype=self.dtype, device=self.device)),
+            keys=prefer_huge_pages(torch.empty(tokens, dtype=dtype, device=self.device)),
+            values=prefer_huge_pages(torch.empty(tokens, dtype=dtype, device=self.device)),
             boxes=prefer_huge_pages(torch.empty(boxes, dtype=torch.int8 if int8 else self.dtype, device=self.device)),
             scales=torch.empty(tokens[:2], dtype=torch.float32, device=self.device) if int8 else None,
+            value_scales=torch.empty((*tokens[:3], 2), dtype=torch.float32, device=self.device) if coded else None,
         )

@@ -21,9 +21,10 @@ def append(pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.
     )
 
 
-def seal(pages: Pages, page_ids: torch.Tensor) -> None:
+def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None) -> None:
     """As `kernels.seal`."""
-    load().seal(instruction_set(), _layer(pages), page_ids.contiguous(), torch.get_num_threads())
+    targets = None if into is None else into.contiguous()
+    load().seal(instruction_set(), _layer(pages), page_ids.contiguous(), targets, torch.get_num_threads())
 
 
 def estimate(
@@ -147,7 +148,7 @@ def decode(
         softcap or 0.0,
         _sinks(sinks),
         counts,
-        None if new is None else (new.slots, new.keys.contiguous(), new.values.contiguous(), new.sealed),
+        None if new is None else (new.slots, new.keys.contiguous(), new.values.contiguous(), new.sealed, new.into),
         out,
         torch.get_num_threads(),
     )
@@ -165,6 +166,7 @@ def _layer(pages: Pages) -> Any:
             [segment.values for segment in pages.segments],
             [segment.boxes for segment in pages.segments],
             [segment.scales for segment in pages.segments],
+            [segment.value_scales for segment in pages.segments],
         )
     return layer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from questkv.kernels.blockwise import softmax_attention, tokens_of
-from questkv.kernels.gather import gather_pairs, gather_run
+from questkv.kernels.gather import gather_pairs, gather_tokens
 from questkv.kernels.types import Pages
 
 
@@ -29,14 +29,16 @@ def attend(
         keys, values = (
             torch.cat(
                 [
-                    gather_pairs(parts, heads, page_ids)[place].flatten(1, 2),
-                    gather_run(parts, open_page)[:, 0, :in_open_page].repeat_interleave(
-                        len(place) // pages.num_kv_heads, dim=0
-                    ),
+                    sealed_tokens[place].flatten(1, 2),
+                    open_tokens[:, 0, :in_open_page]
+                    .to(sealed_tokens.dtype)
+                    .repeat_interleave(len(place) // pages.num_kv_heads, dim=0),
                 ],
                 dim=1,
             )
-            for parts in _keys_and_values(pages)
+            for sealed_tokens, open_tokens in zip(
+                gather_pairs(pages, heads, page_ids), gather_tokens(pages, open_page), strict=True
+            )
         )
         out[row] = softmax_attention(q[row], keys, values, scale, softcap, sinks)
     return out
@@ -57,10 +59,6 @@ def dense(
         keys, values = tokens_of(pages, page_table[row], length)
         out[row] = softmax_attention(q[row], keys, values, scale, softcap, sinks)
     return out
-
-
-def _keys_and_values(pages: Pages) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [segment.keys for segment in pages.segments], [segment.values for segment in pages.segments]
 
 
 def _distinct(page_ids: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from questkv.kernels.gather import gather_run
-from questkv.kernels.types import Pages
+from questkv.kernels.reference.coding import encode_keys, encode_values
+from questkv.kernels.types import Pages, PageSegment
 
 # 127 * scale must reach the largest value although the division rounds; and a scale is never subnormal, which a CPU
 # may flush to zero.
@@ -13,22 +16,36 @@ _SCALE_MARGIN = 1.0 + 2.0**-22
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-def seal(pages: Pages, page_ids: torch.Tensor) -> None:
-    """boxes[h, p] = (min over the page's keys, max over the page's keys), per channel."""
-    start = 0
-    for segment in pages.segments:
-        local = page_ids[(page_ids >= start) & (page_ids < start + segment.keys.shape[1])] - start
-        start += segment.keys.shape[1]
-        if not len(local):
-            continue
+def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None) -> None:
+    """boxes[h, p] = (min over the page's keys, max over the page's keys), per channel; with `into`, codes as well."""
+    for segment, local, places in _by_segment(pages, page_ids):
         keys = segment.keys[:, local]
         lo, hi = keys.amin(dim=2), keys.amax(dim=2)
         hidden = ~(lo.isfinite() & hi.isfinite()).all(dim=-1)
         if segment.scales is None:
             lo, hi = lo.masked_fill(hidden[..., None], -torch.inf), hi.masked_fill(hidden[..., None], torch.inf)
             segment.boxes[:, local] = torch.stack([lo, hi], dim=2)
-        else:
-            segment.boxes[:, local], segment.scales[:, local] = round_outward(lo, hi, hidden)
+            continue
+        boxes, scales = round_outward(lo, hi, hidden)
+        if into is None:
+            segment.boxes[:, local], segment.scales[:, local] = boxes, scales
+            continue
+        key_codes = encode_keys(keys, boxes, scales)
+        value_codes, value_scales = encode_values(segment.values[:, local])
+        for target, to, chosen in _by_segment(pages, into[places]):
+            assert target.scales is not None
+            assert target.value_scales is not None
+            target.boxes[:, to], target.scales[:, to] = boxes[:, chosen], scales[:, chosen]
+            target.keys[:, to], target.values[:, to] = key_codes[:, chosen], value_codes[:, chosen]
+            target.value_scales[:, to] = value_scales[:, chosen]
+
+
+def _by_segment(pages: Pages, page_ids: torch.Tensor) -> Iterator[tuple[PageSegment, torch.Tensor, torch.Tensor]]:
+    """Segments that hold any of the pages: the segment, the pages' places in it, and where they stand in the list."""
+    for segment, start in zip(pages.segments, pages.starts, strict=False):
+        chosen = ((page_ids >= start) & (page_ids < start + segment.keys.shape[1])).nonzero().squeeze(1)
+        if len(chosen):
+            yield segment, page_ids[chosen] - start, chosen
 
 
 def round_outward(lo: torch.Tensor, hi: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

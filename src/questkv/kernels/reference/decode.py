@@ -30,7 +30,7 @@ def decode(
     """A row whose K covers its sealed pages is dense; the others read what they select."""
     if new is not None:
         append(pages, new.slots, new.keys, new.values)
-        seal(pages, new.sealed)
+        seal(pages, new.sealed, new.into)
     out = torch.empty_like(q)
     sealed = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
     for row in range(len(q)):
