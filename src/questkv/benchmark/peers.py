@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def available(layers: list[Layer], heads: int, *, with_flex: bool) -> dict[str, 
 def in_float32(step: Step, layers: list[Layer]) -> Step:
     """A peer over float32 copies, made here and not under the clock; as many in turn as no cache can hold."""
     chosen = layers_in_turn(layers, 8 * layers[0].keys.numel())
-    turn = itertools.cycle([Layer(layer.pages, layer.plain, layer.keys.float(), layer.values.float()) for layer in chosen])
+    turn = itertools.cycle([replace(layer, keys=layer.keys.float(), values=layer.values.float()) for layer in chosen])
 
     def converted(query: torch.Tensor, layer: Layer) -> torch.Tensor:
         return step(query.float(), next(turn)).to(query.dtype)
