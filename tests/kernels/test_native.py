@@ -68,7 +68,7 @@ def test_an_unknown_instruction_set_is_refused_with_the_names_there_are(name, mo
         dense(*case.args, scale=1.0, backend="native")
     assert str(caught.value).endswith(f"got {name}")
     with pytest.raises(ValueError, match=r"^\[native\] QUESTKV_ISA: expected one of .*plain, got "):
-        module.load().seal(name, operators._layer(case.pages), torch.tensor([0]), 1)
+        module.load().seal(name, operators._layer(case.pages), torch.tensor([0]), None, 1)
 
 
 def test_every_instruction_set_can_be_forced(monkeypatch):
