@@ -144,7 +144,7 @@ def _arrays(pages: int = 40) -> dict[str, Any]:
 
 
 def _layer_of(a: dict[str, Any]) -> Any:
-    return module.load().LayerPages([a["keys"]], [a["values"]], [a["boxes"]], [a["scales"]])
+    return module.load().LayerPages([a["keys"]], [a["values"]], [a["boxes"]], [a["scales"]], [None])
 
 
 def _attend(layer: Any, a: dict[str, Any]) -> None:
