@@ -14,8 +14,8 @@ struct Tokens {
     bool in_order;  // most pages follow one another in memory
 };
 
-// The tokens of list entries [first, last) . Where
-// four tokens can be of two pages (S is no multiple of 4), they are copied to `copies`.
+// The tokens of list entries [first, last). Where four tokens can be of two pages (S is no multiple of 4), they are
+// copied to `copies`.
 inline Tokens tokens_of(const Pages& pages, int64_t kv_head, const int64_t* table, const List& list, int64_t first,
                         int64_t last, const char** keys, const char** values, Buffer<char>& copies) {
     const int64_t row_bytes = pages.head_dim * size_of(pages.dtype), page_bytes = pages.page_bytes();
