@@ -67,7 +67,6 @@ def scores_of(
             D=dim,
             G=ratio,
             BLOCK_D=next_power_of_2(dim),
-            BLOCK_G=next_power_of_2(ratio),
             BLOCK_P=blocks.pages,
             EACH_HEAD=group != "mean",
             INT8=storage.int8_boxes,
@@ -100,7 +99,6 @@ def score_pages(
     D: tl.constexpr,
     G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
     EACH_HEAD: tl.constexpr,
     INT8: tl.constexpr,
@@ -139,10 +137,14 @@ def score_pages(
             p_score = p_scores + ((i_r * kv_heads + i_h) * G + i_g) * table_width + o_p
             tl.store(p_score, tl.where(m_p, b_score, float("-inf")), mask=o_p < table_width)
     else:
-        o_g = tl.arange(0, BLOCK_G)
-        m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
-        b_q = widen(tl.load(p_group + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0)) * scale
-        b_score = score_of(tl.sum(b_q, axis=0) / G, tl.sum(tl.abs(b_q), axis=0) / G, b_lo, b_hi, b_step, optimism)
+        # Head by head, not as a tile: the compiler would lay out the boxes as it does that tile, and move them there.
+        b_mean = tl.zeros([BLOCK_D], tl.float32)
+        b_size = tl.zeros([BLOCK_D], tl.float32)
+        for i_g in tl.static_range(G):
+            b_q = widen(tl.load(p_group + i_g * D + o_d, mask=o_d < D, other=0.0)) * scale  # [BLOCK_D]
+            b_mean += b_q
+            b_size += tl.abs(b_q)
+        b_score = score_of(b_mean / G, b_size / G, b_lo, b_hi, b_step, optimism)
         p_score = p_scores + (i_r * kv_heads + i_h) * table_width + o_p
         tl.store(p_score, tl.where(m_p, b_score, float("-inf")), mask=o_p < table_width)
 

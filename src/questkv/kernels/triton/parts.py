@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from questkv.kernels.triton.arithmetic import (
     FLOAT16_WEIGHT,
-    add_product,
     add_weighted,
+    narrow,
     product,
     product_with_float32,
     tanh,
     widen,
 )
-from questkv.kernels.triton.language import jit, tl
+from questkv.kernels.triton.language import constant, jit, tl
 from questkv.kernels.triton.rows import part_size, row_extent
 from questkv.kernels.triton.storage import (
     BOXES,
@@ -23,6 +23,8 @@ from questkv.kernels.triton.storage import (
     place_of,
     segment_of,
 )
+
+PIECE_D = constant(64)  # channels of a piece of a coded key
 
 
 @jit(do_not_specialize=["table_width", "list_width", "num_segments", "kv_heads"])
@@ -90,7 +92,8 @@ def attend_part(
     o_g = (tl.program_id(1) % HEAD_BLOCKS) * BLOCK_G + tl.arange(0, BLOCK_G)
     m_g = o_g < G
     o_head = (i_r * kv_heads + i_h) * G + o_g  # [BLOCK_G] (row, query head)
-    b_q = tl.load(p_q + o_head[:, None] * D + o_d[None, :], mask=m_g[:, None] & m_d[None, :], other=0.0)
+    if not CODES:
+        b_q = tl.load(p_q + o_head[:, None] * D + o_d[None, :], mask=m_g[:, None] & m_d[None, :], other=0.0)
 
     b_m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_G], tl.float32)
@@ -117,13 +120,16 @@ def attend_part(
 
         o_key = tl.multiple_of(tl.load(p_row + KEYS) + o_token * D, UNIT)
         m_kv = m_plain[:, None] & m_d[None, :]
-        b_k = tl.load(p_keys + o_key[:, None] + o_d[None, :], mask=m_kv, other=0.0)  # [BLOCK_T, BLOCK_D]
-        b_s = product(b_q, tl.trans(b_k))  # [BLOCK_G, BLOCK_T]
         if CODES:
-            b_coded = coded_logits(
-                b_q, p_coded_keys, p_boxes, p_scales, p_row, place, o_token, o_d, m_coded, D, UNIT, BOX_UNIT
+            o_box = tl.multiple_of(tl.load(p_row + BOXES) + place * (2 * D), BOX_UNIT)
+            p_box_scale = p_scales + tl.load(p_row + SCALES) + place
+            b_s = mixed_logits(
+                p_q, p_keys, p_coded_keys, p_boxes, o_head, o_key, o_box, m_g, m_plain, m_coded, D, BLOCK_D
             )
-            b_s = tl.where(m_coded[None, :], b_coded, b_s)
+            b_s *= tl.load(p_box_scale, mask=m_coded, other=1.0)[None, :]
+        else:
+            b_k = tl.load(p_keys + o_key[:, None] + o_d[None, :], mask=m_kv, other=0.0)  # [BLOCK_T, BLOCK_D]
+            b_s = product(b_q, tl.trans(b_k))  # [BLOCK_G, BLOCK_T]
         b_s *= scale
         if SOFTCAP:
             b_s = softcap * tanh(tl.math.div_rn(b_s, softcap))
@@ -154,10 +160,11 @@ def attend_part(
             b_sum = tl.where(b_bad > 0.0, float("nan"), b_sum)
             b_v = tl.where(m_bad, 0.0, b_v)
         if CODES:
-            b_sum = add_weighted(tl.where(m_plain[None, :], b_w, 0.0), b_v, b_sum)
-            b_sum = add_coded(
-                b_w, b_sum, p_coded_values, p_value_scales, p_row, o_token, o_d, m_s, m_coded, b_v.dtype, D, UNIT
+            b_code = tl.load(
+                p_coded_values + o_value[:, None] + o_d[None, :], mask=m_coded[:, None] & m_d[None, :], other=0
             )
+            b_v = tl.where(m_coded[:, None], narrow(b_code.to(tl.float32), b_v.dtype), b_v)
+            b_sum = add_with_steps(b_w, b_v, b_sum, p_value_scales, p_row, o_token, m_s, m_coded)
         else:
             b_sum = add_weighted(b_w, b_v, b_sum)
 
@@ -170,66 +177,57 @@ def attend_part(
 
 
 @jit
-def coded_logits(
-    b_q,
+def mixed_logits(
+    p_q,
+    p_keys,
     p_coded_keys,
     p_boxes,
-    p_scales,
-    p_row,
-    place,
-    o_token,
-    o_d,
+    o_head,
+    o_key,
+    o_box,
+    m_g,
+    m_plain,
     m_coded,
     D: tl.constexpr,
-    UNIT: tl.constexpr,
-    BOX_UNIT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """[BLOCK_G, BLOCK_T] q . k' of coded keys k' = s (a + c (b - a) / 255): the box's scale s is taken out of the sum.
+    """[BLOCK_G, BLOCK_T] q . k of plain and coded keys; of coded ones it is still to be times the box's scale s.
 
-    So what is summed lies in [-128, 128] and suits any type; where s is +inf all of it is 0, and 0 * inf is NaN.
+    A coded key is k' = s (a + c (b - a) / 255). Without s what is summed lies in [-128, 128] and suits any type; and
+    where s is +inf all of it is 0, and 0 * inf is NaN. Channels go in pieces: a whole row of decoded keys, and of their
+    parts in the model's type, wants more registers than there are.
     """
-    m = m_coded[:, None] & (o_d < D)[None, :]
-    # The offsets of a plain page, whose tokens are masked, count from another base.
-    o_code = tl.multiple_of(tl.load(p_row + KEYS) + o_token * D, UNIT)
-    o_box = tl.multiple_of(tl.load(p_row + BOXES) + place * (2 * D), BOX_UNIT)
-    p_box = p_boxes + o_box[:, None] + o_d[None, :]
-    b_code = tl.load(p_coded_keys + o_code[:, None] + o_d[None, :], mask=m, other=0).to(tl.float32)
-    b_lo = tl.load(p_box, mask=m, other=0).to(tl.float32)
-    b_hi = tl.load(p_box + D, mask=m, other=0).to(tl.float32)
-    b_place = b_lo + b_code * ((b_hi - b_lo) * (1.0 / 255.0))  # [BLOCK_T, BLOCK_D]
-    b_scale = tl.load(p_scales + tl.load(p_row + SCALES) + place, mask=m_coded, other=0.0)
-    return product_with_float32(b_q, tl.trans(b_place)) * b_scale[None, :]
+    PIECE: tl.constexpr = min(BLOCK_D, PIECE_D)
+    b_s = tl.zeros([m_g.shape[0], m_plain.shape[0]], tl.float32)
+    for i in tl.static_range(BLOCK_D // PIECE):
+        o_d = i * PIECE + tl.arange(0, PIECE)
+        m_d = (o_d < D)[None, :]
+        b_q = tl.load(p_q + o_head[:, None] * D + o_d[None, :], mask=m_g[:, None] & m_d, other=0.0)
+        b_k = tl.load(p_keys + o_key[:, None] + o_d[None, :], mask=m_plain[:, None] & m_d, other=0.0)
+        m = m_coded[:, None] & m_d
+        b_code = tl.load(p_coded_keys + o_key[:, None] + o_d[None, :], mask=m, other=0).to(tl.float32)
+        b_lo = tl.load(p_boxes + o_box[:, None] + o_d[None, :], mask=m, other=0).to(tl.float32)
+        b_hi = tl.load(p_boxes + o_box[:, None] + D + o_d[None, :], mask=m, other=0).to(tl.float32)
+        b_place = b_lo + b_code * ((b_hi - b_lo) * (1.0 / 255.0))  # [BLOCK_T, PIECE]
+        b_s += product_with_float32(b_q, tl.trans(tl.where(m_coded[:, None], b_place, widen(b_k))))
+    return b_s
 
 
 @jit
-def add_coded(
-    b_w,
-    b_sum,
-    p_coded_values,
-    p_value_scales,
-    p_row,
-    o_token,
-    o_d,
-    m_s,
-    m_coded,
-    dtype: tl.constexpr,
-    D: tl.constexpr,
-    UNIT: tl.constexpr,
-):
-    """b_sum + weights times coded values v' = offset + step c: a token's step goes into its weights.
+def add_with_steps(b_w, b_v, b_sum, p_value_scales, p_row, o_token, m_s, m_coded):
+    """b_sum plus weights times values, coded ones v' = offset + step c: the step goes into the token's weight.
 
-    Codes are whole numbers to 255, which bfloat16 holds; and its range that of float32, so no weight leaves it.
+    Codes are whole numbers to 255, which every type holds.
     """
-    o_code = tl.multiple_of(tl.load(p_row + VALUES) + o_token * D, UNIT)
-    b_code = tl.load(
-        p_coded_values + o_code[:, None] + o_d[None, :], mask=m_coded[:, None] & (o_d < D)[None, :], other=0
-    )
     p_step = p_value_scales + tl.load(p_row + VALUE_SCALES) + o_token * 2
-    b_step = tl.load(p_step, mask=m_coded, other=0.0)[None, :]
-    b_offset = tl.load(p_step + 1, mask=m_coded, other=0.0)[None, :]
-    m = m_s & m_coded[None, :]
-    b_sum += tl.sum(tl.where(m, b_w * b_offset, 0.0), axis=1)[:, None]
-    b_w = tl.where(m, b_w * b_step, 0.0)
-    if dtype == tl.float32:
-        return add_product(b_w, b_code.to(tl.float32), b_sum)
-    return add_weighted(b_w, b_code.to(tl.float32).to(tl.bfloat16), b_sum)
+    b_step = tl.load(p_step, mask=m_coded, other=1.0)
+    b_offset = tl.load(p_step + 1, mask=m_coded, other=0.0)
+    b_sum += tl.sum(tl.where(m_s, b_w * b_offset[None, :], 0.0), axis=1)[:, None]
+    b_w = tl.where(m_s, b_w * b_step[None, :], 0.0)
+    if b_v.dtype == tl.float16:
+        # Float16 would overflow where a step is above 2: weights times a power of 2 that is at least the largest.
+        largest = tl.max(tl.where(b_step > 1.0, b_step, 1.0), axis=0)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
+        power = tl.where(largest > 1.0, power, 1.0)
+        return b_sum + add_weighted(b_w / power, b_v, tl.zeros_like(b_sum)) * power
+    return add_weighted(b_w, b_v, b_sum)

@@ -67,6 +67,38 @@ class SealBlocks:
     warps: int
 
 
+# (tokens, warps, stages) by architecture, bytes of a channel, and channels, a power of 2. What is here spills nothing.
+_PLAIN = {
+    (80, 2, 64): (64, 4, 2),
+    (80, 2, 128): (32, 4, 3),
+    (80, 2, 256): (32, 8, 2),
+    (80, 4, 64): (32, 4, 2),
+    (80, 4, 128): (16, 4, 2),
+    (80, 4, 256): (16, 8, 2),
+    (90, 2, 64): (64, 4, 2),
+    (90, 2, 128): (64, 4, 2),
+    (90, 2, 256): (32, 8, 2),
+    (90, 4, 64): (32, 4, 2),
+    (90, 4, 128): (16, 4, 2),
+    (90, 4, 256): (16, 8, 2),
+}
+# The same where pages may be coded: a tile is decoded in registers, and nothing is fetched ahead of it.
+_CODED = {
+    (80, 2, 64): (32, 4, 1),
+    (80, 2, 128): (16, 4, 1),
+    (80, 2, 256): (16, 4, 1),
+    (80, 4, 64): (16, 4, 1),
+    (80, 4, 128): (16, 4, 1),
+    (80, 4, 256): (16, 8, 1),
+    (90, 2, 64): (32, 4, 1),
+    (90, 2, 128): (32, 4, 1),
+    (90, 2, 256): (16, 4, 1),
+    (90, 4, 64): (16, 4, 1),
+    (90, 4, 128): (16, 4, 1),
+    (90, 4, 256): (16, 8, 1),
+}
+
+
 @cache
 def attend_blocks(arch: int, head_dim: int, group: int, kv_heads: int, element: int, coded: bool) -> AttendBlocks:
     """For one layer.
@@ -79,19 +111,20 @@ def attend_blocks(arch: int, head_dim: int, group: int, kv_heads: int, element: 
         element: Bytes of a key's channel.
         coded: Whether pages may be coded.
     """
-    dim = max(next_power_of_2(head_dim), _DOT_ROWS)
-    tokens = 64 if dim * element <= 256 and not coded else 32
-    # A tile of [heads, D] sums is kept in registers: 4096 of them are 32 a thread.
-    heads = max(min(next_power_of_2(group), 4096 // dim), _DOT_ROWS)
-    # A budget of 2048 tokens in as many parts as give each multiprocessor a few programs.
-    min_part = tokens * max(1, min(4, 128 // tokens)) if kv_heads >= 16 else tokens
+    dim = max(next_power_of_2(head_dim), 64)
+    row = (90 if arch >= 90 else 80, element, dim)
+    tokens, warps, stages = (_CODED if coded else _PLAIN)[row]
+    # Sums of [heads, D] stay in registers, with the queries: 2048 of them are 16 a thread.
+    heads = max(min(next_power_of_2(group), 2048 // dim), _DOT_ROWS)
+    # A budget of 2048 tokens makes as many parts as give every multiprocessor a few programs, whatever Hkv.
+    part = 128 if kv_heads >= 16 else 64 if kv_heads >= 4 else 32
     return AttendBlocks(
         tokens=tokens,
         heads=heads,
-        min_part=min_part,
-        max_parts=max(32, min(128, next_power_of_2(2048 // kv_heads))),
-        warps=4,
-        stages=3 if arch >= 90 and not coded else 2,
+        min_part=max(part, tokens),
+        max_parts=max(32, min(128, next_power_of_2(cdiv(2048, kv_heads)))),
+        warps=warps,
+        stages=stages,
         merge=16,
     )
 
@@ -110,5 +143,5 @@ def select_blocks() -> SelectBlocks:
 
 @cache
 def seal_blocks(head_dim: int, page_size: int) -> SealBlocks:
-    """For one layer: 16 float64 numbers a thread and tensor."""
-    return SealBlocks(tokens=min(next_power_of_2(page_size), max(2048 // next_power_of_2(head_dim), 1)), warps=4)
+    """For one layer: 8 float64 numbers a thread and tensor."""
+    return SealBlocks(tokens=min(next_power_of_2(page_size), max(1024 // next_power_of_2(head_dim), 1)), warps=4)
