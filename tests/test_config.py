@@ -30,6 +30,8 @@ OTHER = {
     "dense_below": 100,
     "sparse_prefill": 0,
     "backend": "reference",
+    "offload": "host",
+    "offload_cache": 1.5,
 }
 
 
@@ -68,6 +70,8 @@ def test_defaults_are_the_documented_ones():
         "dense_below": 0,
         "sparse_prefill": 64,
         "backend": "auto",
+        "offload": "none",
+        "offload_cache": 2.0,
     }
 
 
@@ -101,6 +105,8 @@ _WRONG = {
     "box_dtype": ("int4", "float16", None, 8),
     "kv_dtype": ("int4", None, 16),
     "backend": ("cuda", "", None, 1),
+    "offload": ("disk", "gpu", "", None, True),
+    "offload_cache": (True, "2", None, 0, 0.99, -1.0, math.inf, math.nan),
 }
 
 
@@ -195,6 +201,12 @@ def test_to_dict_is_plain_json_that_gives_the_config_back(config):
     values = json.loads(json.dumps(config.to_dict()))
     assert values == config.to_dict()
     assert QuestConfig.from_dict(values) == config
+
+
+def test_pages_in_host_memory_need_a_backend_for_gpus():
+    with pytest.raises(ConfigError, match=r"^\[QuestConfig\] backend: expected one for a GPU with offload='host', got"):
+        QuestConfig(offload="host", backend="native")
+    assert QuestConfig(offload="host", backend="triton", offload_cache=1).offload_cache == 1.0
 
 
 @pytest.mark.parametrize("key", ["budget", "page-size", "", "Page_size", 3, None])

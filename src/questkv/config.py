@@ -19,6 +19,7 @@ BOX_DTYPES = ("int8", "model")
 KV_DTYPES = ("model", "int8")
 # Behind "auto", best first; the Triton backend is for GPUs.
 BACKENDS = ("auto", "native", "triton", "reference")
+OFFLOADS = ("none", "host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,11 @@ class QuestConfig:
         sparse_prefill: Runs of up to this many new tokens behind an existing context are decoded sparsely, token by
             token; longer runs are dense prefill.
         backend: ``auto`` or a backend's name. A backend asked for by name works or raises, it never falls back.
+        offload: Where full pages' keys and values lie: ``none``, beside the model; or ``host``, in pinned host memory
+            with their boxes on the GPU, which fetches the pages that it reads (docs/offload.md; needs a GPU). Dense
+            layers stay on the GPU.
+        offload_cache: With ``offload="host"``, pages of a layer that the GPU keeps for the next steps, in token budgets
+            a sequence (under ``per_head`` a query head's budget times the heads that share a KV head), >= 1.
 
     Raises:
         ConfigError: (a ValueError) naming the field, what was expected and what came.
@@ -62,6 +68,8 @@ class QuestConfig:
     dense_below: int = 0
     sparse_prefill: int = 64
     backend: str = "auto"
+    offload: str = "none"
+    offload_cache: float = 2.0
 
     def __post_init__(self) -> None:
         _check_int("page_size", self.page_size, at_least=1)
@@ -77,6 +85,11 @@ class QuestConfig:
             # A key is coded within its page's box, so the box must be of the kind that the code was made with.
             raise _error("box_dtype", "'int8' with kv_dtype='int8'", self.box_dtype)
         _check_choice("backend", self.backend, BACKENDS)
+        _check_choice("offload", self.offload, OFFLOADS)
+        if self.offload == "host" and self.backend == "native":
+            raise _error("backend", "one for a GPU with offload='host'", self.backend)
+        _check_share("offload_cache", self.offload_cache)
+        object.__setattr__(self, "offload_cache", float(self.offload_cache))
         self._check_budget()
 
     def _check_budget(self) -> None:
@@ -191,6 +204,11 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _check_optimism(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
         raise _error("optimism", "a number in [0, 1]", value)
+
+
+def _check_share(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1.0 <= value < math.inf:
+        raise _error(name, "a finite number >= 1", value)
 
 
 def _dense_layers(value: object) -> int | tuple[int, ...]:

@@ -209,7 +209,7 @@ class CacheMachine(RuleBasedStateMachine):
         before, needed = self._tables(), self._pages_needed(tracked, counts)
         held = {page for table in before for page in table}
         room = [
-            self.pool.max_pages - sum(self.pool.is_coded(page) == coded for page in held) for coded in (False, True)
+            self.pool.max_pages - sum(self.pool.is_closed(page) == coded for page in held) for coded in (False, True)
         ]
         fits = needed[0] <= room[0] and needed[1] <= room[1]
         try:
@@ -228,13 +228,13 @@ class CacheMachine(RuleBasedStateMachine):
             new += -(-(sequence.length + count) // self.page_size) - len(sequence.table)
             past, open_slots = sequence.length, sequence.length % self.page_size
             if count and open_slots:
-                if self.pool.is_coded(sequence.table[-1]):
+                if self.pool.is_closed(sequence.table[-1]):
                     new += 1
                 else:
                     leaving[sequence.table[-1]] += 1
             if count and self.pool.geometry.kv_dtype == "int8":
                 coded += (past + count - 1) // self.page_size - past // self.page_size
-                if past and not open_slots and not self.pool.is_coded(sequence.table[-1]):
+                if past and not open_slots and not self.pool.is_closed(sequence.table[-1]):
                     full.append(sequence.table[-1])
         holders = Counter(page for table in self._tables() for page in table)
         held_by_others = {page: holders[page] - writers for page, writers in leaving.items()}
@@ -242,7 +242,7 @@ class CacheMachine(RuleBasedStateMachine):
         return new, coded + len(set(full))
 
     def _pages_of(self, coded: bool) -> int:
-        return sum(self.pool.is_coded(page) == coded for page in range(self.pool.num_pages))
+        return sum(self.pool.is_closed(page) == coded for page in range(self.pool.num_pages))
 
     def _write(self, tracked: Tracked, layers: range) -> None:
         step, geometry = tracked.batch.step, self.pool.geometry
@@ -297,7 +297,7 @@ class CacheMachine(RuleBasedStateMachine):
                     page = table[logical]
                     used[page] = max(used[page], min(self.page_size, len(tokens) - logical * self.page_size))
                     # A code means nothing without its box, though a crop may have opened the page again.
-                    if len(tokens) > (logical + 1) * self.page_size or self.pool.is_coded(page):
+                    if len(tokens) > (logical + 1) * self.page_size or self.pool.is_closed(page):
                         sealed.add(page)
         for layer in range(LAYERS if self.pool.num_pages else 0):
             for page in range(self.pool.num_pages):
@@ -355,7 +355,7 @@ class CacheMachine(RuleBasedStateMachine):
         rows = [
             row
             for row, tokens in enumerate(tracked.tokens)
-            if tokens and not self.pool.is_coded(every[row][(len(tokens) - 1) // self.page_size])
+            if tokens and not self.pool.is_closed(every[row][(len(tokens) - 1) // self.page_size])
         ]
         if not rows:
             return

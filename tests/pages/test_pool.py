@@ -148,11 +148,11 @@ def test_a_failed_allocation_leaves_the_pool_as_it_was(
     pool.allocate(FIRST_SEGMENT)
     before, real, calls = state(pool), PageGeometry.allocate, []
 
-    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, closed: bool = False, host: bool = False) -> PageSegment:
         calls.append(num_pages)
         if (len(calls) - 1) % (failing_layer + 1) == failing_layer:
             raise kind("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes")
-        return real(self, num_pages, coded=coded)
+        return real(self, num_pages, closed=closed)
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
     with pytest.raises(PoolFullError, match="could not be allocated") as caught:
@@ -168,10 +168,10 @@ def test_when_twice_the_pages_cannot_be_allocated_the_missing_ones_are(monkeypat
     pool.allocate(FIRST_SEGMENT)
     real = PageGeometry.allocate
 
-    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, closed: bool = False, host: bool = False) -> PageSegment:
         if num_pages > 3:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        return real(self, num_pages, coded=coded)
+        return real(self, num_pages, closed=closed)
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
     assert len(pool.allocate(3)) == 3
@@ -179,7 +179,7 @@ def test_when_twice_the_pages_cannot_be_allocated_the_missing_ones_are(monkeypat
 
 
 def test_an_error_that_is_not_about_memory_is_not_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, closed: bool = False, host: bool = False) -> PageSegment:
         raise RuntimeError("device-side assert")
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
@@ -206,7 +206,7 @@ def test_a_layer_that_cannot_be_added_leaves_the_pool_as_it_was(monkeypatch: pyt
     pool.allocate(2 * FIRST_SEGMENT)
     before = state(pool)
 
-    def allocate(self: PageGeometry, num_pages: int, *, coded: bool = False) -> PageSegment:
+    def allocate(self: PageGeometry, num_pages: int, *, closed: bool = False, host: bool = False) -> PageSegment:
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(PageGeometry, "allocate", allocate)
@@ -290,30 +290,30 @@ def int8_pool(max_tokens: int | None = None, layers: int = 2) -> PagePool:
 def test_a_pool_of_pages_in_eight_bits_keeps_two_kinds_apart() -> None:
     pool = int8_pool()
     plain = pool.allocate(FIRST_SEGMENT - 1)
-    coded = pool.allocate(3, coded=True)
+    coded = pool.allocate(3, closed=True)
     more = pool.allocate(2)
-    assert not any(map(pool.is_coded, [*plain, *more]))
-    assert all(map(pool.is_coded, coded))
+    assert not any(map(pool.is_closed, [*plain, *more]))
+    assert all(map(pool.is_closed, coded))
     assert [segment.coded for segment in pool.layer(1).segments] == [False, True, False]
     pool.release([plain[5], coded[1]])
-    assert pool.allocate(1, coded=True) == [coded[1]]
+    assert pool.allocate(1, closed=True) == [coded[1]]
     assert pool.allocate(1) == [plain[5]]
 
 
 def test_the_limit_holds_for_each_kind() -> None:
     pool = int8_pool(max_tokens=4 * 5)
     pool.allocate(5)
-    pool.allocate(4, coded=True)
+    pool.allocate(4, closed=True)
     for coded, room in ((False, 0), (True, 4)):
         with pytest.raises(PoolFullError, match="limited to 20 tokens") as caught:
-            pool.allocate(2, coded=coded)
+            pool.allocate(2, closed=coded)
         assert fits(caught.value) == room
 
 
 def test_bytes_of_both_kinds_are_those_of_their_tensors() -> None:
     pool = int8_pool()
     pool.allocate(7)
-    pool.allocate(5, coded=True)
+    pool.allocate(5, closed=True)
     names = ("keys", "values", "boxes", "scales", "value_scales")
     reserved, held = 0, 0
     for layer in range(2):
@@ -327,14 +327,14 @@ def test_bytes_of_both_kinds_are_those_of_their_tensors() -> None:
 
 def test_a_page_in_eight_bits_takes_at_most_56_percent_of_one_in_sixteen() -> None:
     wide = PageGeometry(8, 128, 16, torch.bfloat16, CPU, kv_dtype="int8")
-    assert wide.coded_page_bytes == 8 * (16 * (2 * 128 + 8) + 2 * 128 + 4)
-    assert wide.coded_page_bytes <= 0.56 * wide.kv_bytes
+    assert wide.closed_page_bytes == 8 * (16 * (2 * 128 + 8) + 2 * 128 + 4)
+    assert wide.closed_page_bytes <= 0.56 * wide.kv_bytes
 
 
 def test_copying_a_coded_page_decodes_it() -> None:
     pool = int8_pool()
     plain, target = pool.allocate(2)
-    (coded,) = pool.allocate(1, coded=True)
+    (coded,) = pool.allocate(1, closed=True)
     for layer in range(2):
         segment = pool.layer(layer).segments[0]
         for tensor in (segment.keys, segment.values):
@@ -347,7 +347,7 @@ def test_copying_a_coded_page_decodes_it() -> None:
             moved = (tensor[:, target].float() - tensor[:, plain].float()).abs()
             # Half a code (values span less than 8, a box little more) and one rounding to bfloat16.
             assert 0 < float(moved.max()) < 9 / 510 + 4 * 2.0**-8
-    with pytest.raises(AssertionError, match="only seal writes coded pages"):
+    with pytest.raises(AssertionError, match="only sealing writes closed pages"):
         pool.copy_page(plain, coded)
 
 

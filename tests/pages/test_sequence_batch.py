@@ -237,9 +237,9 @@ def test_a_row_sees_its_own_page_plain_and_the_pages_before_it_coded() -> None:
     step = batch.reserve([2 * S, 1])
     tables = [sequence.table for sequence in batch.sequences]
     written = [sequence.written_table for sequence in batch.sequences]
-    is_coded = batch.pool.is_coded
-    assert [is_coded(page) for page in tables[0]] == [True] * 3 + [False]
-    assert not any(is_coded(page) for page in written[0][1:])
+    is_closed = batch.pool.is_closed
+    assert [is_closed(page) for page in tables[0]] == [True] * 3 + [False]
+    assert not any(is_closed(page) for page in written[0][1:])
     assert step.sealed.tolist() == written[0][1:3]
     assert step.into.tolist() == tables[0][1:3]
     page_table, lengths = step.rows
@@ -269,7 +269,7 @@ def test_undoing_a_step_that_opened_a_coded_page_puts_it_back() -> None:
     append(batch, [2 * S + 1])
     batch.crop([S])
     table, before = list(batch.sequences[0].table), [batch.keys_values(layer, 0)[0] for layer in range(2)]
-    assert batch.pool.is_coded(table[-1])
+    assert batch.pool.is_closed(table[-1])
     batch.reserve([S])  # opens that page and seals it again
     batch.write(0, torch.full((S, 1, 2), 99.0), torch.full((S, 1, 2), 99.0))
     batch.undo()

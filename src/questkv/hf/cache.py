@@ -84,6 +84,7 @@ class QuestCache(Cache):
     def report(self) -> CacheReport:
         """What was read and what is held."""
         groups = self.state.groups.values()
+        there, copied = self.state.fetches
         layers = tuple(LayerReport(layer, *self.state.pages(layer)) for layer in self.state.paged_layers)
         return CacheReport(
             tokens=tuple(self.state.lengths),
@@ -93,6 +94,10 @@ class QuestCache(Cache):
             box_bytes=sum(group.pool.box_bytes_held for group in groups),
             bytes_reserved=sum(group.pool.bytes_reserved for group in groups),
             layers=layers,
+            host_bytes=sum(group.pool.host_bytes_held for group in groups),
+            fetched_bytes=sum(group.pool.fetched_bytes for group in groups),
+            pages_there=there,
+            pages_fetched=copied,
         )
 
     def keys_values(self, layer: int, sequence: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,7 +91,8 @@ class Plan:
             start += count
         self.rows = torch.tensor(rows, dtype=torch.int64, device=step.slots.device)
         self.every_token_is_a_row = len(rows) == start
-        self._row_lengths = [step.row_lengths[row] for row in rows] if self.runs else step.row_lengths
+        # Tokens visible to the rows, as the host knows them.
+        self.row_lengths = [step.row_lengths[row] for row in rows] if self.runs else step.row_lengths
 
     @cached_property
     def page_table(self) -> torch.Tensor:
@@ -105,24 +107,50 @@ class Plan:
         return lengths if self.every_token_is_a_row else lengths[self.rows]
 
     @cached_property
+    def selected_counts(self) -> list[int]:
+        """K of the rows in a sparse layer."""
+        return [
+            self._sealed(length) if self.config.is_dense_at(length) else self.config.pages_at(length)
+            for length in self.row_lengths
+        ]
+
+    @cached_property
     def num_selected(self) -> torch.Tensor:
         """[R] K of the rows in a sparse layer."""
-        counts = [
-            self._sealed(length) if self.config.is_dense_at(length) else self.config.pages_at(length)
-            for length in self._row_lengths
-        ]
-        return torch.tensor(counts, dtype=torch.int64, device=self.rows.device)
+        return torch.tensor(self.selected_counts, dtype=torch.int64, device=self.rows.device)
+
+    @cached_property
+    def sealed_counts(self) -> list[int]:
+        """Sealed pages of the rows: K in a dense layer."""
+        return [self._sealed(length) for length in self.row_lengths]
 
     @cached_property
     def all_pages(self) -> torch.Tensor:
         """[R] sealed pages of the rows: K in a dense layer."""
-        counts = [self._sealed(length) for length in self._row_lengths]
-        return torch.tensor(counts, dtype=torch.int64, device=self.rows.device)
+        return torch.tensor(self.sealed_counts, dtype=torch.int64, device=self.rows.device)
 
     @cached_property
     def pages_held(self) -> int:
         """Pages that the rows' sequences hold, open pages included, per KV head."""
-        return sum(self._sealed(length) + 1 for length in self._row_lengths)
+        return sum(self._sealed(length) + 1 for length in self.row_lengths)
+
+    def places(self, heads: int, counts: list[int]) -> int:
+        """Pages of a layer in host memory that the device keeps copies of, of every KV head.
+
+        As many as `offload_cache` token budgets of all sequences hold; and what the row reads that reads most, where
+        that is more: a sequence shorter than `dense_below`, or one that is read whole.
+
+        Args:
+            heads: Query heads of a KV head that select each for itself.
+            counts: K of the rows.
+        """
+        budgets = sum(self.config.budget_at(length) for length in self.step.lengths)
+        kept = math.ceil(self.config.offload_cache * heads * budgets / self.config.page_size)
+        largest = (
+            count if count >= sealed else heads * count
+            for count, sealed in zip(counts, self.sealed_counts, strict=True)
+        )
+        return max(kept, *largest)
 
     def _sealed(self, length: int) -> int:
         return (length - 1) // self.config.page_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from questkv import kernels
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, ConfigError, UnsupportedError
 from questkv.hf.plan import Columns, Plan
-from questkv.pages import PageGeometry, PagePool, SequenceBatch
+from questkv.pages import PageGeometry, PagePool, SequenceBatch, offload
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class PagedState:
         self._attended: set[int] = set()
         self._pages_read: dict[int, torch.Tensor] = {}
         self._pages_held: dict[int, int] = {}
+        self._fetches: dict[int, torch.Tensor] = {}
 
     @property
     def batch_size(self) -> int | None:
@@ -174,10 +176,11 @@ class PagedState:
         self.columns, self.real = 0, None
         self._pages_read.clear()
         self._pages_held.clear()
+        self._fetches.clear()
 
     def fork(self, config: QuestConfig) -> PagedState:
         """The same tokens in a second state, sharing every page; its counts start at zero."""
-        for name in ("page_size", "box_dtype", "kv_dtype"):
+        for name in ("page_size", "box_dtype", "kv_dtype", "offload"):
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(
                     f"[fork] {name}: expected {getattr(self.config, name)!r} as in the shared pages, "
@@ -194,6 +197,12 @@ class PagedState:
         """Pages read and held in a layer's decode steps, summed over KV heads."""
         read = self._pages_read.get(layer)
         return 0 if read is None else int(read), self._pages_held.get(layer, 0)
+
+    @property
+    def fetches(self) -> tuple[int, int]:
+        """Pages in host memory that decode steps read: those the device had a copy of, and those it copied."""
+        there, copied = (sum(int(fetches[which]) for fetches in self._fetches.values()) for which in (0, 1))
+        return there, copied
 
     def _write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
@@ -213,7 +222,8 @@ class PagedState:
         group = self._group(layer, keys)
         packed = self._forward.pack(keys), self._forward.pack(values)
         assert group.plan is not None
-        if len(group.plan.rows) and not group.plan.runs:
+        moves = group.pool.geometry.offload == "host"
+        if len(group.plan.rows) and not group.plan.runs and not moves:
             return group.batch.new_tokens(*packed)
         group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
         return None
@@ -285,6 +295,7 @@ class PagedState:
             device=keys.device,
             box_dtype=self.config.box_dtype,
             kv_dtype=self.config.kv_dtype,
+            offload=self.config.offload,
         )
         group = self.groups.get(geometry)
         if group is None or layer not in group.layers:
@@ -299,7 +310,8 @@ class PagedState:
                 group = Group(pool, SequenceBatch(pool, self._forward.batch))
                 group.plan = Plan(group.batch.reserve(self._forward.counts), self.config)
                 self.groups[geometry] = group
-            group.layers[layer] = group.pool.add_layer()
+            host = self.config.offload == "host" and not self.config.is_dense_layer(layer)
+            group.layers[layer] = group.pool.add_layer(host=host)
         return group
 
     def _attend(
@@ -329,24 +341,9 @@ class PagedState:
             )
         if not len(plan.rows):
             return out
-        dense = self.config.is_dense_layer(layer)
         pages_read = torch.empty_like(plan.lengths)
-        rows = kernels.decode(
-            query if plan.every_token_is_a_row else query[plan.rows],
-            pages,
-            plan.page_table,
-            plan.lengths,
-            plan.all_pages if dense else plan.num_selected,
-            scale=softmax.scale,
-            optimism=self.config.optimism,
-            group=self.config.group,
-            sink_pages=self.config.sink_pages,
-            recent_pages=self.config.recent_pages,
-            softcap=softmax.softcap,
-            sinks=softmax.sinks,
-            pages_read=pages_read,
-            new=fresh,
-            backend=self.config.backend,
+        rows = self._decode(
+            layer, group, plan, query if plan.every_token_is_a_row else query[plan.rows], softmax, fresh, pages_read
         )
         if fresh is not None:
             group.batch.written(group.layers[layer])
@@ -355,4 +352,42 @@ class PagedState:
         if plan.every_token_is_a_row:
             return rows
         out[plan.rows] = rows
+        return out
+
+    def _decode(
+        self,
+        layer: int,
+        group: Group,
+        plan: Plan,
+        query: torch.Tensor,
+        softmax: Softmax,
+        fresh: kernels.NewTokens | None,
+        pages_read: torch.Tensor,
+    ) -> torch.Tensor:
+        """[R, Hq, D] -> [R, Hq, D]: the plan's rows, from pages on the device or in host memory."""
+        dense, pool_layer = self.config.is_dense_layer(layer), group.layers[layer]
+        num_selected = plan.all_pages if dense else plan.num_selected
+        how: dict[str, Any] = {
+            "scale": softmax.scale,
+            "optimism": self.config.optimism,
+            "group": self.config.group,
+            "sink_pages": self.config.sink_pages,
+            "recent_pages": self.config.recent_pages,
+            "softcap": softmax.softcap,
+            "sinks": softmax.sinks,
+            "pages_read": pages_read,
+            "backend": self.config.backend,
+        }
+        fetched = group.pool.fetched(pool_layer)
+        if fetched is None:
+            pages = group.pool.layer(pool_layer)
+            return kernels.decode(query, pages, plan.page_table, plan.lengths, num_selected, new=fresh, **how)
+        heads = query.shape[1] // group.pool.geometry.kv_heads if self.config.group == "per_head" else 1
+        counts = plan.sealed_counts if dense else plan.selected_counts
+        fetched.reserve(plan.places(heads, counts))
+        fetches = torch.zeros(2, dtype=torch.int64, device=query.device)
+        out = offload.decode(
+            query, fetched, plan.page_table, plan.lengths, num_selected, plan.row_lengths, counts, fetches, **how
+        )
+        self._fetches[layer] = self._fetches.get(layer, 0) + fetches
         return out

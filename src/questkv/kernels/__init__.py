@@ -11,6 +11,7 @@ from questkv.kernels.dispatch import available_backends
 from questkv.kernels.estimate import estimate
 from questkv.kernels.seal import seal
 from questkv.kernels.select import select
+from questkv.kernels.transfer import transfer
 from questkv.kernels.types import NewTokens, Pages, PageSegment
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "prefill",
     "seal",
     "select",
+    "transfer",
 ]

@@ -27,7 +27,8 @@ def attend(
     Args:
         q: [R, Hq, D] queries, the keys' dtype.
         pages: The layer's pages.
-        page_table: [R, P] int64 physical page of every logical page, -1 past the row's pages.
+        page_table: [R, P] int64 physical page of every logical page, -1 past the row's pages; or [R, Hkv, P] where
+            each KV head has pages of its own (not with backend ``native``).
         lengths: [R] int64 tokens visible to the row, its own included. The last (length - 1) % S + 1 of them lie in
             its open page.
         selection: [R, H, K] int64 logical sealed pages, ascending, -1 at the end of shorter lists; H = Hkv (the heads
@@ -43,8 +44,9 @@ def attend(
     Raises:
         ValueError: A shape, a device or a value is wrong.
         TypeError: A dtype is wrong.
+        UnsupportedError: Pages lie in host memory, or the backend takes no table of each head's own.
     """
-    checks.check_rows("attend", q, pages, page_table, lengths)
+    checks.check_read("attend", q, pages, page_table, lengths)
     checks.check_scale("attend", scale)
     checks.check_softmax("attend", softcap, sinks, q)
     _check_selection(q, pages, page_table, lengths, selection)

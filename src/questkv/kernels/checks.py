@@ -7,7 +7,34 @@ import math
 import torch
 
 from questkv.config import GROUP_RULES
+from questkv.errors import UnsupportedError
 from questkv.kernels.types import Pages
+
+
+def check_on_device(op: str, pages: Pages) -> None:
+    """Tokens that are read lie on the device."""
+    if pages.host:
+        raise UnsupportedError(
+            f"[{op}] pages: expected keys and values on {pages.device}, got some in host memory; transfer the pages "
+            "that are read to the device first"
+        )
+
+
+def check_read(op: str, q: torch.Tensor, pages: Pages, page_table: torch.Tensor, lengths: torch.Tensor) -> None:
+    """As `check_rows`, for operators that read tokens: on the device, where each KV head may have a page table."""
+    check_on_device(op, pages)
+    if page_table.ndim != 3:
+        check_rows(op, q, pages, page_table, lengths)
+        return
+    heads = pages.num_kv_heads
+    if page_table.shape[1] != heads or page_table.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"[{op}] page_table: expected [R={q.shape[0]}, P] or [R, Hkv={heads}, P], got {list(page_table.shape)}"
+        )
+    check_query(op, q, pages)
+    check_per_row(op, "lengths", lengths, q.shape[0], pages)
+    # As rows of one head each.
+    check_table(op, page_table.flatten(0, 1), lengths.repeat_interleave(heads), pages)
 
 
 def check_rows(op: str, q: torch.Tensor, pages: Pages, page_table: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -16,9 +43,16 @@ def check_rows(op: str, q: torch.Tensor, pages: Pages, page_table: torch.Tensor,
     rows = q.shape[0]
     if page_table.ndim != 2 or page_table.shape[0] != rows:
         raise ValueError(f"[{op}] page_table: expected [R={rows}, P], got {list(page_table.shape)}")
+    check_table(op, page_table, lengths, pages)
+
+
+def check_table(op: str, page_table: torch.Tensor, lengths: torch.Tensor, pages: Pages) -> None:
+    """The page table [R, P] and the lengths [R] of rows."""
+    if page_table.ndim != 2:
+        raise ValueError(f"[{op}] page_table: expected [R, P], got {list(page_table.shape)}")
     check_index(op, "page_table", page_table, pages)
     check_page_ids(op, "page_table", page_table, pages, lowest=-1)
-    check_per_row(op, "lengths", lengths, rows, pages)
+    check_per_row(op, "lengths", lengths, page_table.shape[0], pages)
     check_lengths(op, lengths, page_table.shape[1], pages)
     check_no_gaps(op, page_table, lengths, pages)
     if len(lengths) and pages.coded is not None:

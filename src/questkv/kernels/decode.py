@@ -56,6 +56,7 @@ def decode(
         ValueError: A shape, a device or a value is wrong.
         TypeError: A dtype is wrong.
     """
+    checks.check_on_device("decode", pages)
     checks.check_rows("decode", q, pages, page_table, lengths)
     checks.check_per_row("decode", "num_selected", num_selected, q.shape[0], pages)
     checks.check_scale("decode", scale)

@@ -20,7 +20,7 @@ def dense(
     backend: str = "auto",
 ) -> torch.Tensor:
     """Softmax attention of every row over all its tokens; arguments, result and errors as in `attend`."""
-    checks.check_rows("dense", q, pages, page_table, lengths)
+    checks.check_read("dense", q, pages, page_table, lengths)
     checks.check_scale("dense", scale)
     checks.check_softmax("dense", softcap, sinks, q)
     out: torch.Tensor = dispatch.resolve(backend, pages.device).dense(
@@ -47,7 +47,7 @@ def prefill(
     Args:
         q: [n, Hq, D] queries of tokens length - n to length - 1.
         pages: The layer's pages, the n tokens' keys and values already in them.
-        page_table: [P] int64 physical page of every logical page of the sequence.
+        page_table: [P] int64 physical page of every logical page of the sequence; pages in host memory are copied.
         length: Tokens of the sequence, the n new ones included.
         scale: Softmax scale.
         softcap: As in `attend`.

@@ -27,7 +27,7 @@ def gather_run(parts: Sequence[torch.Tensor], page_ids: torch.Tensor) -> torch.T
 
 
 def gather_tokens(pages: Pages, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All heads' keys and values of the given pages, coded ones decoded.
+    """All heads' keys and values of the given pages, coded ones decoded, those in host memory copied to the device.
 
     Args:
         pages: The layer's pages.
@@ -39,10 +39,38 @@ def gather_tokens(pages: Pages, page_ids: torch.Tensor) -> tuple[torch.Tensor, t
     """
     sizes = [segment.keys.shape[1] for segment in pages.segments]
     pieces = [
-        _decoded(pages.segments[part], lambda tensor, here=here: tensor[:, here])  # type: ignore[misc]
+        _decoded(pages.segments[part], lambda tensor, here=here: _on(pages.device, tensor[:, here]))  # type: ignore[misc]
         for part, here in _runs(sizes, page_ids)
     ]
     return _join([keys for keys, _ in pieces]), _join([values for _, values in pieces])
+
+
+def _on(device: torch.device, run: torch.Tensor) -> torch.Tensor:
+    """A run of pages [Hkv, n, ...] on the device: the same tensor if it is there, else copied from host memory.
+
+    Head by head, since one head's run is contiguous: the copy engine then reads pinned memory by itself.
+    """
+    if run.device == device:
+        return run
+    there = torch.empty(run.shape, dtype=run.dtype, device=device)
+    for target, source in zip(there, run, strict=True):
+        target.copy_(source, non_blocking=True)
+    return there
+
+
+def gather_heads(pages: Pages, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of pages of each head's own, coded ones decoded.
+
+    Args:
+        pages: The layer's pages.
+        page_ids: [Hkv, n] int64 physical pages.
+
+    Returns:
+        [Hkv, n, S, D] each, a copy: float32 if any segment is coded, else the pages' dtype.
+    """
+    heads = torch.arange(len(page_ids), device=page_ids.device)[:, None].expand_as(page_ids)
+    keys, values = gather_pairs(pages, heads.flatten(), page_ids.flatten())
+    return keys.unflatten(0, page_ids.shape), values.unflatten(0, page_ids.shape)
 
 
 def gather_pairs(pages: Pages, heads: torch.Tensor, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,8 @@ class PageSegment:
             key), None for boxes in the keys' dtype.
         value_scales: [Hkv, N, S, 2] float32 in a coded segment, None in a plain one: index 0 the step, 1 the offset of
             a token's value; both NaN where it holds a NaN or infinite value.
+        host: Whether keys, values and value_scales lie in host memory (pinned, where boxes and scales lie on a GPU).
+            Such pages are scored and transferred; attention reads those that were transferred to the device.
 
     Slots that no token was written to may hold anything, NaN included.
     """
@@ -33,6 +35,7 @@ class PageSegment:
     boxes: torch.Tensor
     scales: torch.Tensor | None
     value_scales: torch.Tensor | None = None
+    host: bool = False
 
     @property
     def coded(self) -> bool:
@@ -60,6 +63,8 @@ class Pages:
         first = self.segments[0].keys
         if self.segments[0].coded:
             raise TypeError("[Pages] keys: expected a plain first segment (float32, bfloat16 or float16), got uint8")
+        if self.segments[0].host:
+            raise ValueError("[Pages] host: expected a first segment on the layer's device, got one in host memory")
         for segment in self.segments:
             _check_segment(segment, first)
             if segment.boxes.dtype != self.segments[0].boxes.dtype:
@@ -103,6 +108,11 @@ class Pages:
             return None
         return torch.cat([torch.full((segment.keys.shape[1],), segment.coded) for segment in self.segments])
 
+    @cached_property
+    def host(self) -> bool:
+        """Whether any segment lies in host memory."""
+        return any(segment.host for segment in self.segments)
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of keys and values in plain pages."""
@@ -110,7 +120,7 @@ class Pages:
 
     @property
     def device(self) -> torch.device:
-        """Device of every tensor."""
+        """Device of every tensor but those in host memory."""
         return self.segments[0].keys.device
 
 
@@ -148,8 +158,9 @@ def _check_segment(segment: PageSegment, first: torch.Tensor) -> None:
         tensor = getattr(segment, name)
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"[Pages] {name}: expected a contiguous tensor, got strides {tensor.stride()}")
-        if tensor is not None and tensor.device != first.device:
-            raise ValueError(f"[Pages] {name}: expected device {first.device}, got {tensor.device}")
+        device = torch.device("cpu") if segment.host and name not in ("boxes", "scales") else first.device
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"[Pages] {name}: expected device {device}, got {tensor.device}")
 
 
 def _check_values(segment: PageSegment) -> None:

@@ -26,7 +26,7 @@ class Step:
         lengths: Tokens of every sequence, the new ones included.
         slots: [T] int64, ``physical page * S + slot`` of the new tokens, sequence after sequence; T = sum(counts).
         sealed: [m] int64 physical pages that the new tokens seal.
-        into: [m] int64 coded pages that they are coded into, None with ``kv_dtype="model"``.
+        into: [m] int64 closed pages that they move into, as codes with ``kv_dtype="int8"``; None if they stay.
         page_table: [B, P] int64 physical pages, -1 past a sequence's own.
         written_table: Like `page_table`, with the pages of `sealed` where that has those of `into`.
         page_size: S.
@@ -56,7 +56,7 @@ class Step:
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Page table [T, P] and lengths [T] with a row for every new token, as the operators take them.
 
-        A page that the step codes is coded for the tokens after it and plain for those inside it, as it is when each
+        A page that the step moves is closed for the tokens after it and plain for those inside it, as it is when each
         token comes alone.
         """
         device = self.page_table.device
@@ -132,10 +132,9 @@ class SequenceBatch:
         step = self._reserved()
         # A step may add no token at all (a chunk of padding), and the pool may then have no page yet.
         if len(step.slots):
-            pages = self.pool.layer(layer)
-            kernels.append(pages, step.slots, keys, values, backend=backend)
+            kernels.append(self.pool.layer(layer), step.slots, keys, values, backend=backend)
             if len(step.sealed):
-                kernels.seal(pages, step.sealed, step.into, backend=backend)
+                self.pool.seal(layer, step.sealed, step.into, backend=backend)
         step.written.add(layer)
 
     def new_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> kernels.NewTokens:
@@ -235,23 +234,23 @@ class SequenceBatch:
         _free(self.sequences)
 
     def _make_room(self, counts: list[int]) -> dict[int, int]:
-        """Grow every sequence; returns the coded page for each plain one that the step seals and codes."""
+        """Grow every sequence; returns the closed page for each plain one that the step seals and moves."""
         page_size = self.pool.geometry.page_size
         missing, copies = [], []
         given_up: Counter[int] = Counter()
         for sequence, count in zip(self.sequences, counts, strict=True):
             missing.append(-(-(sequence.length + count) // page_size) - len(sequence.table))
             copy = count > 0 and sequence.length % page_size > 0
-            if copy and not self.pool.is_coded(sequence.table[-1]):
+            if copy and not self.pool.is_closed(sequence.table[-1]):
                 # Of several sequences that leave the same shared page, the last holder keeps it.
                 page = sequence.table[-1]
                 copy = self.pool.holders(page) - given_up[page] > 1
                 given_up[page] += copy
             copies.append(copy)
-        to_code = self._to_code(counts)
+        to_close = self._to_close(counts)
         pages = self.pool.allocate(sum(missing) + sum(copies))
         try:
-            coded = self.pool.allocate(self._distinct(to_code), coded=True) if any(to_code) else []
+            closed = self.pool.allocate(self._distinct(to_close), closed=True) if any(to_close) else []
         except PoolFullError:
             self.pool.release(pages)
             raise
@@ -261,52 +260,52 @@ class SequenceBatch:
             sequence.table.extend(pages[:new])
             del pages[:new]
             sequence.length += count
-        return self._put_coded(to_code, coded)
+        return self._put_closed(to_close, closed)
 
     def _copy_open_page(self, sequence: Sequence, page: int) -> None:
-        """Make the last page writable: it is shared, or a crop opened it again after it was coded."""
+        """Make the last page writable: it is shared, or a crop opened it again after it was closed."""
         self.pool.copy_page(sequence.table[-1], page)
-        if self.pool.is_coded(sequence.table[-1]):
-            # Decoding rounds to the model's type, so what undoes the step is the codes.
+        if self.pool.is_closed(sequence.table[-1]):
+            # Decoding codes rounds to the model's type, so what undoes the step is the closed page.
             sequence.replace(len(sequence.table) - 1, page)
         else:
             self.pool.release([sequence.table[-1]])
             sequence.table[-1] = page
 
-    def _to_code(self, counts: list[int]) -> list[range]:
-        """Logical pages of every sequence that `counts` new tokens seal, without those that were coded before."""
-        if self.pool.geometry.kv_dtype == "model":
+    def _to_close(self, counts: list[int]) -> list[range]:
+        """Logical pages of every sequence that `counts` new tokens seal and move, without those moved before."""
+        if not self.pool.geometry.closes:
             return [range(0)] * len(counts)
-        page_size, to_code = self.pool.geometry.page_size, []
+        page_size, to_close = self.pool.geometry.page_size, []
         for sequence, count in zip(self.sequences, counts, strict=True):
             first, end = sequence.sealed_pages, max(sequence.length + count - 1, 0) // page_size
-            # A crop may have left a coded page as the last one, and full.
+            # A crop may have left a closed page as the last one, and full.
             is_full = sequence.length > 0 and sequence.length % page_size == 0
-            to_code.append(range(first + (is_full and self.pool.is_coded(sequence.table[first])), end))
-        return to_code
+            to_close.append(range(first + (is_full and self.pool.is_closed(sequence.table[first])), end))
+        return to_close
 
-    def _distinct(self, to_code: list[range]) -> int:
+    def _distinct(self, to_close: list[range]) -> int:
         """How many pages those are: sequences may share a full page that none has sealed yet."""
         full = [
             sequence.table[logical.start]
-            for sequence, logical in zip(self.sequences, to_code, strict=True)
+            for sequence, logical in zip(self.sequences, to_close, strict=True)
             if logical
             and sequence.length
             and sequence.length % self.pool.geometry.page_size == 0
             and logical.start < len(sequence.table)
         ]
-        return sum(map(len, to_code)) - len(full) + len(set(full))
+        return sum(map(len, to_close)) - len(full) + len(set(full))
 
-    def _put_coded(self, to_code: list[range], coded: list[int]) -> dict[int, int]:
-        """Put coded pages in the place of the plain ones that the step seals; returns which for which."""
+    def _put_closed(self, to_close: list[range], closed: list[int]) -> dict[int, int]:
+        """Put closed pages in the place of the plain ones that the step seals; returns which for which."""
         into: dict[int, int] = {}
-        for sequence, logical_pages in zip(self.sequences, to_code, strict=True):
+        for sequence, logical_pages in zip(self.sequences, to_close, strict=True):
             for logical in logical_pages:
                 page = sequence.table[logical]
                 if page in into:
                     self.pool.share([into[page]])
                 else:
-                    into[page] = coded[len(into)]
+                    into[page] = closed[len(into)]
                 sequence.replace(logical, into[page])
         return into
 
@@ -321,7 +320,7 @@ class SequenceBatch:
                 continue
             tokens = torch.arange(sequence.length - count, sequence.length)
             slots.append(written[row, tokens // page_size] * page_size + tokens % page_size)
-            if geometry.kv_dtype == "model":
+            if not geometry.closes:
                 sealed_before = max(sequence.length - count - 1, 0) // page_size
                 sealed.append(table[row, sealed_before : sequence.sealed_pages])
         return Step(
@@ -329,7 +328,7 @@ class SequenceBatch:
             self.lengths,
             torch.cat(slots).to(device),
             torch.cat(sealed).to(device),
-            None if geometry.kv_dtype == "model" else torch.tensor(list(into.values()), dtype=torch.int64).to(device),
+            torch.tensor(list(into.values()), dtype=torch.int64).to(device) if geometry.closes else None,
             table.to(device),
             written.to(device),
             page_size,

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from questkv.errors import UnsupportedError
 from questkv.kernels import PageSegment
 from questkv.pages.memory import prefer_huge_pages
+
+# Tests set this: host memory and the device are then both the CPU's.
+_host_without_gpu = False
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,10 @@ class PageGeometry:
         device: Where the pages lie.
         box_dtype: ``int8`` or ``model``.
         kv_dtype: ``model``, or ``int8``: sealed pages are coded in eight bits, in pages of their own.
+        offload: ``none``, or ``host``: sealed pages' keys and values lie in pinned host memory, in pages of their own.
+
+    Raises:
+        UnsupportedError: Offload ``host`` where there is no GPU to offload from.
     """
 
     kv_heads: int
@@ -31,6 +39,19 @@ class PageGeometry:
     device: torch.device
     box_dtype: str = "int8"
     kv_dtype: str = "model"
+    offload: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.offload == "host" and self.device.type != "cuda" and not _host_without_gpu:
+            raise UnsupportedError(
+                f"[questkv] offload: expected a model on a GPU for 'host', got one on {self.device}; offload='none' "
+                "keeps pages where the model is"
+            )
+
+    @property
+    def closes(self) -> bool:
+        """Whether a page that is sealed moves into a page of another kind: a closed one."""
+        return self.kv_dtype == "int8" or self.offload == "host"
 
     @property
     def kv_bytes(self) -> int:
@@ -50,25 +71,46 @@ class PageGeometry:
         return self.kv_bytes + self.box_bytes
 
     @property
-    def coded_page_bytes(self) -> int:
-        """Bytes of one coded page in one layer: codes, step and offset of every value, boxes."""
-        return self.kv_heads * self.page_size * (2 * self.head_dim + 8) + self.box_bytes
+    def closed_kv_bytes(self) -> int:
+        """Bytes of one closed page's keys and values in one layer; of codes with step and offset of every value."""
+        if self.kv_dtype == "int8":
+            return self.kv_heads * self.page_size * (2 * self.head_dim + 8)
+        return self.kv_bytes
 
-    def allocate(self, num_pages: int, *, coded: bool = False) -> PageSegment:
-        """Storage for `num_pages` pages of one layer; the memory is reserved, not touched."""
+    @property
+    def closed_page_bytes(self) -> int:
+        """Bytes of one closed page in one layer, its boxes included."""
+        return self.closed_kv_bytes + self.box_bytes
+
+    def allocate(self, num_pages: int, *, closed: bool = False, host: bool = False) -> PageSegment:
+        """Storage for `num_pages` pages of one layer; the memory is reserved, not touched.
+
+        Args:
+            num_pages: N.
+            closed: Whether sealed pages move here, as codes with ``kv_dtype="int8"``.
+            host: Whether keys and values lie in host memory, pinned if the device is a GPU.
+        """
         # A tensor made in inference mode can't be written outside it, and a cache outlives the call that made it.
         with torch.inference_mode(False):
-            return self._allocate(num_pages, coded)
+            return self._allocate(num_pages, closed and self.kv_dtype == "int8", host)
 
-    def _allocate(self, num_pages: int, coded: bool) -> PageSegment:
+    def _allocate(self, num_pages: int, coded: bool, host: bool) -> PageSegment:
         int8 = self.box_dtype == "int8"
         dtype = torch.uint8 if coded else self.dtype
+        kv = torch.device("cpu") if host else self.device
+        pinned = kv != self.device
         tokens = (self.kv_heads, num_pages, self.page_size, self.head_dim)
         boxes = (self.kv_heads, num_pages, 2, self.head_dim)
         return PageSegment(
-            keys=prefer_huge_pages(torch.empty(tokens, dtype=dtype, device=self.device)),
-            values=prefer_huge_pages(torch.empty(tokens, dtype=dtype, device=self.device)),
-            boxes=prefer_huge_pages(torch.empty(boxes, dtype=torch.int8 if int8 else self.dtype, device=self.device)),
-            scales=torch.empty(tokens[:2], dtype=torch.float32, device=self.device) if int8 else None,
-            value_scales=torch.empty((*tokens[:3], 2), dtype=torch.float32, device=self.device) if coded else None,
+            keys=_empty(tokens, dtype, kv, pinned),
+            values=_empty(tokens, dtype, kv, pinned),
+            boxes=_empty(boxes, torch.int8 if int8 else self.dtype, self.device),
+            scales=_empty(tokens[:2], torch.float32, self.device) if int8 else None,
+            value_scales=_empty((*tokens[:3], 2), torch.float32, kv, pinned) if coded else None,
+            host=host,
         )
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+    return tensor if pinned else prefer_huge_pages(tensor)

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
+from questkv import kernels
 from questkv.errors import PoolFullError
 from questkv.kernels import Pages, PageSegment
 from questkv.kernels.gather import gather_tokens
+from questkv.pages.fetched import FetchedPages
 from questkv.pages.geometry import PageGeometry
 from questkv.pages.memory import available_bytes, is_out_of_memory
 
@@ -24,12 +26,12 @@ class PagePool:
     memory is only reserved until a token is written. Pages are counted references: `allocate` gives a page to one
     holder, `share` adds one, `release` takes one away; a page without holders is free again.
 
-    Pages are plain (in the model's type) or coded (in eight bits, only with ``kv_dtype="int8"``); a segment has one
-    kind, the first is plain.
+    Pages are plain, where tokens are written, or closed, where a page is moved when it is sealed: coded with
+    ``kv_dtype="int8"``, in host memory with ``offload="host"``. A segment has one kind, the first is plain.
 
     Args:
         geometry: The shape of a page.
-        layers: Layers to start with; `add_layer` adds more.
+        layers: Layers to start with, all on the device; `add_layer` adds more.
         max_tokens: Most tokens the pool may ever hold in pages of one kind, rounded down to whole pages; None leaves it
             to the memory.
     """
@@ -42,12 +44,13 @@ class PagePool:
         self.geometry = geometry
         self.max_pages = None if max_tokens is None else max_tokens // geometry.page_size
         self._segment_pages: list[int] = []
-        self._segment_coded: list[bool] = []
+        self._segment_closed: list[bool] = []
         self._layers: list[list[PageSegment]] = [[] for _ in range(layers)]
+        self._fetched: list[FetchedPages | None] = [None] * layers
         self._views: list[Pages | None] = [None] * layers
         self._holders: list[int] = []
-        self._coded: list[bool] = []
-        # Free pages of each kind, the coded ones under True.
+        self._closed: list[bool] = []
+        # Free pages of each kind, the closed ones under True.
         self._free: dict[bool, list[int]] = {False: [], True: []}
 
     @property
@@ -73,7 +76,17 @@ class PagePool:
     @property
     def bytes_held(self) -> int:
         """Bytes of the held pages in all layers, boxes included."""
-        return self.num_layers * sum(self._held(coded) * self._page_bytes(coded) for coded in (False, True))
+        return self.num_layers * sum(self._held(closed) * self._page_bytes(closed) for closed in (False, True))
+
+    @property
+    def host_bytes_held(self) -> int:
+        """Bytes of those that lie in host memory."""
+        return self._host_layers * self._held(True) * self.geometry.closed_kv_bytes
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of the copies that the device holds of pages in host memory."""
+        return sum(fetched.bytes for fetched in self._fetched if fetched is not None)
 
     @property
     def box_bytes_held(self) -> int:
@@ -83,11 +96,18 @@ class PagePool:
     @property
     def bytes_reserved(self) -> int:
         """Bytes of all segments: address space, of which the system backs what was ever written."""
-        return self.num_layers * sum(self._pages_of(coded) * self._page_bytes(coded) for coded in (False, True))
+        return self.num_layers * sum(self._pages_of(closed) * self._page_bytes(closed) for closed in (False, True))
 
-    def is_coded(self, page_id: int) -> bool:
-        """Whether a physical page is one in eight bits."""
-        return self._coded[page_id]
+    def is_closed(self, page_id: int) -> bool:
+        """Whether a physical page is one that sealed pages move into: nothing is written there but by sealing."""
+        return self._closed[page_id]
+
+    def fetched(self, layer: int) -> FetchedPages | None:
+        """What the device holds of a layer whose closed pages lie in host memory; None for another."""
+        fetched = self._fetched[layer]
+        if fetched is not None:
+            fetched.follow(self.layer(layer))
+        return fetched
 
     def holders(self, page_id: int) -> int:
         """How many sequences hold a physical page."""
@@ -100,29 +120,34 @@ class PagePool:
             view = self._views[layer] = Pages(tuple(self._layers[layer]))
         return view
 
-    def add_layer(self) -> int:
+    def add_layer(self, *, host: bool = False) -> int:
         """Storage for one more layer in every segment; returns the layer's number.
+
+        Args:
+            host: Whether its closed pages' keys and values lie in host memory.
 
         Raises:
             PoolFullError: There is no memory for it; the pool is as it was.
         """
         segments = [
-            self._allocate_segment(*segment) for segment in zip(self._segment_pages, self._segment_coded, strict=True)
+            self._allocate_segment(*segment, host)
+            for segment in zip(self._segment_pages, self._segment_closed, strict=True)
         ]
         self._layers.append(segments)
         self._views.append(None)
+        self._fetched.append(FetchedPages(self.geometry) if host else None)
         return len(self._layers) - 1
 
-    def allocate(self, count: int, *, coded: bool = False) -> list[int]:
+    def allocate(self, count: int, *, closed: bool = False) -> list[int]:
         """Give `count` free pages of one kind to one holder, lowest first, growing the pool if need be.
 
         Raises:
             PoolFullError: They don't fit; the pool is as it was, and the message says how many tokens fit.
         """
-        assert not coded or self._segment_pages, "a page is coded from a plain one, so that is allocated first"
-        free = self._free[coded]
+        assert not closed or self._segment_pages, "a closed page comes from a plain one, so that is allocated first"
+        free = self._free[closed]
         if count > len(free):
-            self._grow(count - len(free), coded)
+            self._grow(count - len(free), closed)
         page_ids = [heapq.heappop(free) for _ in range(count)]
         for page_id in page_ids:
             self._holders[page_id] = 1
@@ -140,18 +165,38 @@ class PagePool:
             assert self._holders[page_id] > 0, f"page {page_id} is free"
             self._holders[page_id] -= 1
             if not self._holders[page_id]:
-                heapq.heappush(self._free[self._coded[page_id]], page_id)
+                heapq.heappush(self._free[self._closed[page_id]], page_id)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy keys and values of a page into a plain one in every layer, decoding a coded page.
 
         Boxes are not copied, since a copied page is written next.
         """
-        assert not self._coded[target], "only seal writes coded pages"
+        assert not self._closed[target], "only sealing writes closed pages"
         for layer in range(self.num_layers):
             segment, to = self._locate(layer, target)
             keys, values = gather_tokens(self.layer(layer), torch.tensor([source], device=self.geometry.device))
             segment.keys[:, to], segment.values[:, to] = keys[:, 0].to(segment.keys), values[:, 0].to(segment.values)
+
+    def seal(self, layer: int, page_ids: torch.Tensor, into: torch.Tensor | None, *, backend: str = "auto") -> None:
+        """Seal full pages of one layer, and move what they hold into closed ones.
+
+        Args:
+            layer: The layer.
+            page_ids: [n] int64 plain pages.
+            into: [n] int64 closed pages; None leaves the pages where they are.
+            backend: ``auto`` or a backend's name.
+        """
+        pages = self.layer(layer)
+        if into is None or self.geometry.kv_dtype == "int8":
+            kernels.seal(pages, page_ids, into, backend=backend)
+        else:
+            kernels.seal(pages, page_ids, backend=backend)
+            heads = self.geometry.kv_heads
+            kernels.transfer(pages, page_ids.expand(heads, -1), pages, into.expand(heads, -1), backend=backend)
+        fetched = self.fetched(layer)
+        if fetched is not None and into is not None:
+            fetched.forget(into)
 
     def _locate(self, layer: int, page_id: int) -> tuple[PageSegment, int]:
         for segment, pages in zip(self._layers[layer], self._segment_pages, strict=True):
@@ -160,62 +205,69 @@ class PagePool:
             page_id -= pages
         raise AssertionError("a physical page lies in no segment")
 
-    def _pages_of(self, coded: bool) -> int:
+    def _pages_of(self, closed: bool) -> int:
         """Physical pages of one kind, free ones included."""
-        return sum(pages for pages, kind in zip(self._segment_pages, self._segment_coded, strict=True) if kind == coded)
+        return sum(pages for pages, kind in zip(self._segment_pages, self._segment_closed, strict=True) if kind == closed)
 
-    def _held(self, coded: bool) -> int:
-        return self._pages_of(coded) - len(self._free[coded])
+    def _held(self, closed: bool) -> int:
+        return self._pages_of(closed) - len(self._free[closed])
 
-    def _page_bytes(self, coded: bool) -> int:
-        return self.geometry.coded_page_bytes if coded else self.geometry.page_bytes
+    @property
+    def _host_layers(self) -> int:
+        return sum(fetched is not None for fetched in self._fetched)
 
-    def _grow(self, missing: int, coded: bool) -> None:
+    def _page_bytes(self, closed: bool) -> int:
+        return self.geometry.closed_page_bytes if closed else self.geometry.page_bytes
+
+    def _grow(self, missing: int, closed: bool) -> None:
         """Add one segment that holds at least `missing` pages, twice what there is of the kind if it may."""
-        room = missing if self.max_pages is None else self.max_pages - self._pages_of(coded)
+        room = missing if self.max_pages is None else self.max_pages - self._pages_of(closed)
         if room < missing:
             why = f"the pool is limited to {self._tokens(self.max_pages or 0)} tokens"
-            raise PoolFullError(self._full(why, len(self._free[coded]) + room, coded))
-        self._check_memory(missing, coded)
-        wanted = max(missing, self._pages_of(coded), _FIRST_SEGMENT_PAGES)
+            raise PoolFullError(self._full(why, len(self._free[closed]) + room, closed))
+        self._check_memory(missing, closed)
+        wanted = max(missing, self._pages_of(closed), _FIRST_SEGMENT_PAGES)
         pages = wanted if self.max_pages is None else min(wanted, room)
         try:
-            segments = [self._allocate_segment(pages, coded) for _ in self._layers]
+            segments = [self._allocate_segment(pages, closed, fetched is not None) for fetched in self._fetched]
         except PoolFullError:
             if pages == missing:
                 raise
             pages = missing
-            segments = [self._allocate_segment(pages, coded) for _ in self._layers]
+            segments = [self._allocate_segment(pages, closed, fetched is not None) for fetched in self._fetched]
         for layer, segment in enumerate(segments):
             self._layers[layer].append(segment)
             self._views[layer] = None
         self._segment_pages.append(pages)
-        self._segment_coded.append(coded)
+        self._segment_closed.append(closed)
         for page_id in range(len(self._holders), len(self._holders) + pages):
-            heapq.heappush(self._free[coded], page_id)
+            heapq.heappush(self._free[closed], page_id)
         self._holders.extend([0] * pages)
-        self._coded.extend([coded] * pages)
+        self._closed.extend([closed] * pages)
 
-    def _check_memory(self, pages: int, coded: bool) -> None:
-        page_bytes = max(self.num_layers, 1) * self._page_bytes(coded)
-        available = available_bytes(self.geometry.device)
-        if available is not None and pages * page_bytes > available:
-            why = f"{_mib(pages * page_bytes)} more are needed and {_mib(available)} of memory are available"
-            raise PoolFullError(self._full(why, len(self._free[coded]) + available // page_bytes, coded))
+    def _check_memory(self, pages: int, closed: bool) -> None:
+        in_host = self._host_layers * self.geometry.closed_kv_bytes if closed else 0
+        on_device = max(self.num_layers, 1) * self._page_bytes(closed) - in_host
+        for device, page_bytes in ((self.geometry.device, on_device), (torch.device("cpu"), in_host)):
+            available = available_bytes(device) if page_bytes else None
+            if available is not None and pages * page_bytes > available:
+                where = " in host memory" if device != self.geometry.device else ""
+                why = f"{_mib(pages * page_bytes)} more are needed{where} and {_mib(available)} of memory are available"
+                raise PoolFullError(self._full(why, len(self._free[closed]) + available // page_bytes, closed))
 
-    def _allocate_segment(self, pages: int, coded: bool) -> PageSegment:
+    def _allocate_segment(self, pages: int, closed: bool, host: bool) -> PageSegment:
         try:
-            return self.geometry.allocate(pages, coded=coded)
+            return self.geometry.allocate(pages, closed=closed, host=host and closed)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            why = f"{_mib(pages * self._page_bytes(coded))} for one layer's pages could not be allocated"
-            raise PoolFullError(self._full(why, len(self._free[coded]), coded)) from error
+            why = f"{_mib(pages * self._page_bytes(closed))} for one layer's pages could not be allocated"
+            raise PoolFullError(self._full(why, len(self._free[closed]), closed)) from error
 
-    def _full(self, why: str, fit: int, coded: bool) -> str:
-        kind = "coded pages" if coded else "pages"
+    def _full(self, why: str, fit: int, closed: bool) -> str:
+        kind = "sealed pages" if closed else "pages"
         return (
-            f"[PagePool] tokens: expected no more than fit: {why}; the pool holds {self._tokens(self._held(coded))} "
+            f"[PagePool] tokens: expected no more than fit: {why}; the pool holds {self._tokens(self._held(closed))} "
             f"tokens in {kind} of {self.geometry.page_size}, and {self._tokens(fit)} more fit"
         )
 

@@ -11,7 +11,7 @@ class Sequence:
     The table has exactly the pages that `length` tokens need. Pages may be shared with other sequences; only
     `SequenceBatch.reserve` makes them writable, by copying a shared page first.
 
-    Where sealed pages are coded, a step puts the coded page in the plain one's place at once. The pages that a step
+    Where sealed pages move, a step puts the closed page in the plain one's place at once. The pages that a step
     took out of the table stay held until it ends: its own tokens read them, and undoing it puts them back.
 
     Args:
@@ -32,9 +32,9 @@ class Sequence:
 
     @property
     def written_table(self) -> list[int]:
-        """The table with the plain pages that the step under way writes, where `table` has what it codes them into."""
+        """The table with the plain pages that the step under way writes, where `table` has those that they move into."""
         return [
-            self._before[logical][-1] if logical in self._before and self.pool.is_coded(page) else page
+            self._before[logical][-1] if logical in self._before and self.pool.is_closed(page) else page
             for logical, page in enumerate(self.table)
         ]
 

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from questkv.errors import UnsupportedError
 from questkv.kernels.native.module import instruction_set, load
 from questkv.kernels.types import NewTokens, Pages
 
@@ -84,6 +85,10 @@ def attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """As `kernels.attend`; without a selection, over everything."""
+    if page_table.ndim == 3:
+        raise UnsupportedError(
+            f"[attend] page_table: expected [R, P] with backend 'native', got {list(page_table.shape)}"
+        )
     out = torch.empty(q.shape, dtype=q.dtype)
     load().attend(
         instruction_set(),

@@ -12,7 +12,7 @@ def append(pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.
     start = 0
     for segment in pages.segments:
         end = start + segment.keys.shape[1] * pages.page_size
-        if segment.coded:
+        if segment.coded or segment.host:
             start = end
             continue
         here = slice(None) if len(pages.segments) == 1 else (slots >= start) & (slots < end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from questkv.kernels.blockwise import softmax_attention, tokens_of
-from questkv.kernels.gather import gather_pairs, gather_tokens
+from questkv.kernels.gather import gather_heads, gather_pairs, gather_tokens
 from questkv.kernels.types import Pages
 
 
@@ -23,9 +23,9 @@ def attend(
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         sealed = (length - 1) // pages.page_size
-        open_page, in_open_page = page_table[row, sealed : sealed + 1], length - sealed * pages.page_size
+        open_page, in_open_page = page_table[row, ..., sealed : sealed + 1], length - sealed * pages.page_size
         chosen = selection[row][:, : int((selection[row, 0] >= 0).sum())]
-        heads, page_ids, place = _distinct(page_table[row][chosen], pages.num_kv_heads)
+        heads, page_ids, place = _distinct(_pages_of(page_table[row], chosen), pages.num_kv_heads)
         keys, values = (
             torch.cat(
                 [
@@ -37,7 +37,7 @@ def attend(
                 dim=1,
             )
             for sealed_tokens, open_tokens in zip(
-                gather_pairs(pages, heads, page_ids), gather_tokens(pages, open_page), strict=True
+                gather_pairs(pages, heads, page_ids), _gather(pages, open_page), strict=True
             )
         )
         out[row] = softmax_attention(q[row], keys, values, scale, softcap, sinks)
@@ -56,9 +56,25 @@ def dense(
     """out[r] = attention of q[r] over the first lengths[r] tokens of row r."""
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
-        keys, values = tokens_of(pages, page_table[row], length)
+        if page_table.ndim == 2:
+            keys, values = tokens_of(pages, page_table[row], length)
+        else:
+            table = page_table[row, :, : -(-length // pages.page_size)]
+            keys, values = (tokens.flatten(1, 2)[:, :length] for tokens in gather_heads(pages, table))
         out[row] = softmax_attention(q[row], keys, values, scale, softcap, sinks)
     return out
+
+
+def _pages_of(table: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """[H, K] physical pages of the chosen logical ones, by a table [P], or [Hkv, P] where each head has its own."""
+    if table.ndim == 1:
+        return table[chosen]
+    return table.repeat_interleave(len(chosen) // len(table), dim=0).gather(1, chosen)
+
+
+def _gather(pages: Pages, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[Hkv, n, S, D] keys and values of pages [n], or [Hkv, n] where each head has its own."""
+    return gather_tokens(pages, page_ids) if page_ids.ndim == 1 else gather_heads(pages, page_ids)
 
 
 def _distinct(page_ids: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -36,8 +36,11 @@ def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None) -> Non
             assert target.scales is not None
             assert target.value_scales is not None
             target.boxes[:, to], target.scales[:, to] = boxes[:, chosen], scales[:, chosen]
-            target.keys[:, to], target.values[:, to] = key_codes[:, chosen], value_codes[:, chosen]
-            target.value_scales[:, to] = value_scales[:, chosen]
+            # Codes may be kept in host memory.
+            to = to.to(target.keys.device)
+            target.keys[:, to] = key_codes[:, chosen].to(target.keys.device)
+            target.values[:, to] = value_codes[:, chosen].to(target.keys.device)
+            target.value_scales[:, to] = value_scales[:, chosen].to(target.keys.device)
 
 
 def _by_segment(pages: Pages, page_ids: torch.Tensor) -> Iterator[tuple[PageSegment, torch.Tensor, torch.Tensor]]:

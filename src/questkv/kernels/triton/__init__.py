@@ -12,5 +12,6 @@ from questkv.kernels.triton.estimate import estimate
 from questkv.kernels.triton.launch import check_device
 from questkv.kernels.triton.seal import seal
 from questkv.kernels.triton.select import select
+from questkv.kernels.triton.transfer import transfer
 
-__all__ = ["append", "attend", "check_device", "decode", "dense", "estimate", "prefill", "seal", "select"]
+__all__ = ["append", "attend", "check_device", "decode", "dense", "estimate", "prefill", "seal", "select", "transfer"]

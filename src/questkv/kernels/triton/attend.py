@@ -31,7 +31,7 @@ def attend(
     if selection.shape[1] == pages.num_kv_heads or not len(q):
         lists = selection.contiguous()
         return attention(q, pages, page_table, lengths, scale, softcap, sinks, num_selected, lists)
-    width = page_table.shape[1]
+    width = page_table.shape[-1]
     members = torch.zeros((*selection.shape[:2], width + 1), dtype=torch.uint8, device=q.device)
     # Padding goes into a column of its own.
     members.scatter_(2, selection.where(selection >= 0, width), 1)
@@ -72,7 +72,7 @@ def attention(
     Args:
         q: [R, Hq, D].
         pages: The layer's pages.
-        page_table: [R, P] contiguous.
+        page_table: [R, P], or [R, Hkv, P] where each KV head has its own, contiguous.
         lengths: [R] contiguous.
         scale: Softmax scale.
         softcap: As in `kernels.attend`.
@@ -88,7 +88,7 @@ def attention(
         return out
     check_head_dim("attend", pages)
     storage, dim, kv_heads, size = storage_of(pages), pages.head_dim, pages.num_kv_heads, pages.page_size
-    rows, heads, width = len(q), q.shape[1], page_table.shape[1]
+    rows, heads, width = len(q), q.shape[1], page_table.shape[-1]
     blocks = attend_blocks(
         architecture(q.device), dim, heads // kv_heads, kv_heads, q.element_size(), storage.has_codes
     )
@@ -124,6 +124,8 @@ def attention(
             totals,
             scale,
             softcap or 0.0,
+            page_table.stride(0),
+            0 if page_table.ndim == 2 else page_table.stride(1),
             width,
             0 if lists is None else lists.shape[2],
             storage.num_segments,

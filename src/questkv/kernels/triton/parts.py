@@ -27,7 +27,7 @@ from questkv.kernels.triton.storage import (
 PIECE_D = constant(64)  # channels of a piece of a coded key
 
 
-@jit(do_not_specialize=["table_width", "list_width", "num_segments", "kv_heads"])
+@jit(do_not_specialize=["table_row", "table_head", "members_width", "list_width", "num_segments", "kv_heads"])
 def attend_part(
     p_q,
     p_page_table,
@@ -49,7 +49,9 @@ def attend_part(
     p_totals,
     scale,
     softcap,
-    table_width,
+    table_row,
+    table_head,
+    members_width,
     list_width,
     num_segments,
     kv_heads,
@@ -109,7 +111,7 @@ def attend_part(
             m_list = m_t & (i_page < listed)
             p_list = p_lists + (i_r * kv_heads + i_h) * list_width + i_page
             logical = tl.where(m_list, tl.load(p_list, mask=m_list, other=0).to(tl.int32), logical)
-        page = tl.load(p_page_table + i_r * table_width + logical, mask=m_t, other=0)  # [BLOCK_T]
+        page = tl.load(p_page_table + i_r * table_row + i_h * table_head + logical, mask=m_t, other=0)  # [BLOCK_T]
         p_row = segment_of(page, p_table, num_segments, SEGMENTED)
         place = place_of(page, i_h, p_row)
         o_token = place * S + slot  # [BLOCK_T] (KV head, page, slot) of the segment
@@ -136,7 +138,7 @@ def attend_part(
 
         m_s = m_g[:, None] & m_t[None, :]
         if MEMBERS:
-            p_member = p_members + o_head[:, None] * table_width + logical[None, :]
+            p_member = p_members + o_head[:, None] * members_width + logical[None, :]
             m_closed = m_s & (i_page < listed)[None, :]
             m_s = m_s & (~m_closed | (tl.load(p_member, mask=m_closed, other=0) != 0))
         b_s = tl.where(m_s, b_s, float("-inf"))

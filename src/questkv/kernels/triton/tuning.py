@@ -67,6 +67,14 @@ class SealBlocks:
     warps: int
 
 
+@dataclass(frozen=True)
+class TransferBlocks:
+    """How `transfer` divides its work: channels copied at a time, and warps of one program, which copies one page."""
+
+    channels: int
+    warps: int
+
+
 # (tokens, warps, stages) by architecture, bytes of a channel, and channels, a power of 2. What is here spills nothing.
 _PLAIN = {
     (80, 2, 64): (64, 4, 2),
@@ -145,3 +153,9 @@ def select_blocks() -> SelectBlocks:
 def seal_blocks(head_dim: int, page_size: int) -> SealBlocks:
     """For one layer: 8 float64 numbers a thread and tensor."""
     return SealBlocks(tokens=min(next_power_of_2(page_size), max(1024 // next_power_of_2(head_dim), 1)), warps=4)
+
+
+@cache
+def transfer_blocks(page: int) -> TransferBlocks:
+    """For one layer, by the numbers in a page's keys of a head: at most 16 of a tile a thread, two loads of 16 bytes."""
+    return TransferBlocks(channels=min(next_power_of_2(page), 2048), warps=4)

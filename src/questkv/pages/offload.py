@@ -1,0 +1,143 @@
+"""A decode step of a layer whose sealed pages lie in host memory: score them all, fetch the chosen, attend those."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from questkv import kernels
+from questkv.pages.fetched import FetchedPages
+
+
+def decode(
+    q: torch.Tensor,
+    fetched: FetchedPages,
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    num_selected: torch.Tensor,
+    host_lengths: list[int],
+    host_num_selected: list[int],
+    fetches: torch.Tensor,
+    *,
+    scale: float,
+    optimism: float,
+    group: str,
+    sink_pages: int,
+    recent_pages: int,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    pages_read: torch.Tensor,
+    backend: str,
+) -> torch.Tensor:
+    """One decode step of every row, bit for bit what `kernels.decode` gives for the same pages on the device.
+
+    Rows are taken together as far as their pages have room on the device, the others after them.
+
+    Args:
+        q: [R, Hq, D] queries; their own keys and values are in the pages already.
+        fetched: The layer, and its copies on the device.
+        page_table: As in `kernels.decode`.
+        lengths: As in `kernels.decode`.
+        num_selected: As in `kernels.decode`.
+        host_lengths: `lengths` as the host knows them.
+        host_num_selected: `num_selected` likewise.
+        fetches: [2] int64; what `FetchedPages.fetch` returns is added.
+        scale: As in `kernels.decode`.
+        optimism: As in `kernels.decode`.
+        group: As in `kernels.decode`.
+        sink_pages: As in `kernels.decode`.
+        recent_pages: As in `kernels.decode`.
+        softcap: As in `kernels.decode`.
+        sinks: As in `kernels.decode`.
+        pages_read: [R] int64, written as by `kernels.decode`.
+        backend: As in `kernels.decode`.
+
+    Returns:
+        [R, Hq, D] q's dtype.
+
+    Raises:
+        ValueError: A row reads more pages than have room on the device; the message says how many it needs.
+    """
+    pages = fetched.pages
+    assert pages is not None
+    kv_heads, ratio = pages.num_kv_heads, q.shape[1] // pages.num_kv_heads
+    sealed = [(length - 1) // pages.page_size for length in host_lengths]
+    whole = [row for row, count in enumerate(sealed) if host_num_selected[row] >= count]
+    sparse = [row for row, count in enumerate(sealed) if host_num_selected[row] < count]
+    out = torch.empty_like(q)
+    softmax = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
+    for rows in _together(whole, sealed, fetched.slots):
+        here = _index(rows, q)
+        count = torch.div(lengths[here] - 1, pages.page_size, rounding_mode="floor")
+        table = page_table[here]
+        behind = torch.arange(table.shape[1], device=q.device) >= count[:, None]
+        named = table.masked_fill(behind, -1)[:, : max(sealed[row] for row in rows)]
+        fetches += fetched.fetch(named.flatten().expand(kv_heads, -1), backend=backend)
+        out[here] = kernels.dense(q[here], fetched.view, fetched.table(table), lengths[here], **softmax)
+        pages_read[here] = (count + 1) * kv_heads
+    each_head = ratio if group == "per_head" else 1
+    for rows in _together(sparse, [each_head * count for count in host_num_selected], fetched.slots):
+        here = _index(rows, q)
+        table = page_table[here]
+        scores = kernels.estimate(
+            q[here], pages, table, lengths[here], scale=scale, optimism=optimism, group=group, backend=backend
+        )
+        selection = kernels.select(
+            scores,
+            torch.div(lengths[here] - 1, pages.page_size, rounding_mode="floor"),
+            num_selected[here],
+            sink_pages=sink_pages,
+            recent_pages=recent_pages,
+            backend=backend,
+        )
+        fetches += fetched.fetch(_physical(selection, table, kv_heads), backend=backend)
+        out[here] = kernels.attend(q[here], fetched.view, fetched.table(table), lengths[here], selection, **softmax)
+        pages_read[here] = _distinct(selection, kv_heads) + kv_heads
+    return out
+
+
+def _together(rows: list[int], needs: list[int], most: int) -> Iterator[list[int]]:
+    """Consecutive rows that have room for their pages together, each counted as the one that needs most.
+
+    Args:
+        rows: Rows, ascending.
+        needs: Pages of every row and KV head, by row.
+        most: Places on the device.
+    """
+    piece: list[int] = []
+    widest = 0
+    for row in rows:
+        if needs[row] > most:
+            raise ValueError(
+                f"[offload] slots: expected room on the device for the {needs[row]} pages that one row reads of each KV "
+                f"head, got {most}"
+            )
+        if piece and (len(piece) + 1) * max(widest, needs[row]) > most:
+            yield piece
+            piece, widest = [], 0
+        piece.append(row)
+        widest = max(widest, needs[row])
+    if piece:
+        yield piece
+
+
+def _index(rows: list[int], q: torch.Tensor) -> slice | torch.Tensor:
+    """What picks these rows: nothing is copied where they are all."""
+    return slice(None) if len(rows) == len(q) else torch.tensor(rows, device=q.device)
+
+
+def _physical(selection: torch.Tensor, page_table: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[Hkv, n] physical pages behind a selection [R, H, K], those of all rows and of a group's heads; -1 is padding."""
+    rows, heads, _ = selection.shape
+    table = page_table[:, None].expand(rows, heads, page_table.shape[1])
+    page_ids = table.gather(2, selection.clamp(min=0)).masked_fill(selection < 0, -1)
+    return page_ids.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1)
+
+
+def _distinct(selection: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[R] pages of a selection [R, H, K] summed over KV heads; those that heads of a group share count once."""
+    chosen = selection.unflatten(1, (kv_heads, -1)).flatten(2).sort(dim=2).values
+    first = chosen >= 0
+    first[..., 1:] &= chosen[..., 1:] != chosen[..., :-1]
+    return first.sum(dim=(1, 2))
