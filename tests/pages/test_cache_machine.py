@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kernels.eight_bits import decoded_keys, decoded_values, half_step_of_keys, key_codes, value_codes
 from questkv import kernels
 from questkv.errors import PoolFullError
-from questkv.pages import PageGeometry, PagePool, SequenceBatch
+from questkv.pages import PageGeometry, PagePool, SequenceBatch, offload
+from questkv.pages import geometry as geometry_module
 from questkv.pages import pool as pool_module
 
 LAYERS = 2
@@ -58,7 +59,15 @@ class CacheMachine(RuleBasedStateMachine):
         kv_heads=st.sampled_from([1, 2]),
         group=st.sampled_from([1, 3]),
         head_dim=st.sampled_from([1, 5]),
-        storage=st.sampled_from([("int8", "model"), ("model", "model"), ("int8", "int8")]),
+        storage=st.sampled_from(
+            [
+                ("int8", "model", "none"),
+                ("model", "model", "none"),
+                ("int8", "int8", "none"),
+                ("model", "model", "host"),
+                ("int8", "int8", "host"),
+            ]
+        ),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
         most_pages=st.integers(4, 30),
         seed=st.integers(0, 2**31),
@@ -67,8 +76,12 @@ class CacheMachine(RuleBasedStateMachine):
         # Small segments, so that a few tokens lie in several of them.
         self.first_segment, pool_module._FIRST_SEGMENT_PAGES = pool_module._FIRST_SEGMENT_PAGES, 2
         self.random = torch.Generator().manual_seed(seed)
-        geometry = PageGeometry(kv_heads, head_dim, page_size, dtype, torch.device("cpu"), *storage)
-        self.pool = PagePool(geometry, layers=LAYERS, max_tokens=most_pages * page_size)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(geometry_module, "_host_without_gpu", True)
+            geometry = PageGeometry(kv_heads, head_dim, page_size, dtype, torch.device("cpu"), *storage)
+        self.pool = PagePool(geometry, layers=LAYERS - 1, max_tokens=most_pages * page_size)
+        self.pool.add_layer(host=geometry.offload == "host")
+        self.backend = "auto" if geometry.offload == "none" else "reference"
         self.group, self.page_size = group, page_size
         self.tracked = [Tracked(SequenceBatch(self.pool, 2), [[], []])]
 
@@ -222,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
         return True
 
     def _pages_needed(self, tracked: Tracked, counts: list[int]) -> tuple[int, int]:
-        """Plain and coded pages that a step takes."""
+        """Plain and closed pages that a step takes."""
         new, leaving, coded, full = 0, Counter(), 0, []
         for sequence, count in zip(tracked.batch.sequences, counts, strict=True):
             new += -(-(sequence.length + count) // self.page_size) - len(sequence.table)
@@ -232,7 +245,7 @@ class CacheMachine(RuleBasedStateMachine):
                     new += 1
                 else:
                     leaving[sequence.table[-1]] += 1
-            if count and self.pool.geometry.kv_dtype == "int8":
+            if count and self.pool.geometry.closes:
                 coded += (past + count - 1) // self.page_size - past // self.page_size
                 if past and not open_slots and not self.pool.is_closed(sequence.table[-1]):
                     full.append(sequence.table[-1])
@@ -249,7 +262,7 @@ class CacheMachine(RuleBasedStateMachine):
         shape = (LAYERS, sum(step.counts), geometry.kv_heads, geometry.head_dim)
         self.new = [torch.randn(shape, generator=self.random).to(geometry.dtype) for _ in range(2)]
         for layer in layers:
-            tracked.batch.write(layer, self.new[0][layer], self.new[1][layer])
+            tracked.batch.write(layer, self.new[0][layer], self.new[1][layer], backend=self.backend)
 
     def _remember(self, tracked: Tracked) -> None:
         keys, values = (new.float() for new in self.new)
@@ -330,6 +343,8 @@ class CacheMachine(RuleBasedStateMachine):
             lo, hi = _boxes(keys)
             segment, at = self.pool._locate(layer, table[page])
             assert segment.coded == (self.pool.geometry.kv_dtype == "int8")
+            assert self.pool.is_closed(table[page]) == self.pool.geometry.closes
+            assert segment.host == (self.pool.geometry.offload == "host" and layer == LAYERS - 1)
             stored = segment.boxes[:, at].double()
             if segment.scales is None:
                 assert torch.equal(stored, torch.stack([lo, hi], dim=1))
@@ -372,12 +387,26 @@ class CacheMachine(RuleBasedStateMachine):
         for budget in (sealed, torch.minimum(sealed, torch.tensor(2))):
             selection = kernels.select(scores, sealed, budget, sink_pages=1, recent_pages=1)
             pages_read = torch.empty_like(lengths)
-            out = kernels.decode(
-                q, pages, page_table, lengths, budget, scale=SCALE, sink_pages=1, recent_pages=1, pages_read=pages_read
-            )
+            out = self._decode(layer, q, page_table, lengths, budget, pages_read)
             assert torch.equal(pages_read, (budget + 1) * geometry.kv_heads)
             for i, row in enumerate(rows):
                 self._check_row(layer, tracked.tokens[row], q[i], selection[i], int(budget[i]), out[i])
+
+    def _decode(self, layer, q, page_table, lengths, budget, pages_read) -> torch.Tensor:
+        how = {"scale": SCALE, "sink_pages": 1, "recent_pages": 1, "pages_read": pages_read, "backend": self.backend}
+        fetched = self.pool.fetched(layer)
+        if fetched is None:
+            return kernels.decode(q, self.pool.layer(layer), page_table, lengths, budget, **how)
+        fetched.reserve(max(4, int(budget.max())))
+        # What was never fetched, or was of a page that nobody holds, is NaN.
+        held = torch.tensor([self.pool.holders(page) > 0 for page in range(self.pool.num_pages)] + [False])
+        void = ~held[fetched._page_of]
+        for tensor in (fetched.segment.keys, fetched.segment.values, fetched.segment.value_scales):
+            if tensor is not None and tensor.is_floating_point():
+                tensor[void] = torch.nan
+        how |= {"optimism": 1.0, "group": "mean", "softcap": None, "sinks": None}
+        lists, fetches = (lengths.tolist(), budget.tolist()), torch.zeros(2, dtype=torch.int64)
+        return offload.decode(q, fetched, page_table, lengths, budget, *lists, fetches, **how)
 
     def _check_row(self, layer, tokens, q, selection, count, out) -> None:
         sealed = (len(tokens) - 1) // self.page_size

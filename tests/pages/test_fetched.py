@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from interpreter import ask_for_interpreter, patch_once
+from pages.lru import Lru
 from questkv.errors import PoolFullError, UnsupportedError
 from questkv.kernels import PageSegment
 from questkv.pages import PageGeometry, PagePool, geometry
@@ -24,31 +25,6 @@ STORAGE = [("model", "model", torch.bfloat16), ("int8", "model", torch.float32),
 def _host_without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(geometry, "_host_without_gpu", True)
     yield
-
-
-class Lru:
-    """One KV head's places as a list: (page, when it was read last), or None."""
-
-    def __init__(self, slots: int) -> None:
-        self.places: list[tuple[int, int] | None] = [None] * slots
-        self.now = 0
-
-    def fetch(self, wanted: list[int]) -> tuple[int, int]:
-        """Pages that were there, and that were copied."""
-        self.now += 1
-        pages = sorted(set(wanted))
-        at = {place[0]: i for i, place in enumerate(self.places) if place is not None}
-        there, missing = [page for page in pages if page in at], [page for page in pages if page not in at]
-        for page in there:
-            self.places[at[page]] = (page, self.now)
-        for page in missing:
-            oldest = min(range(len(self.places)), key=lambda i: -1 if self.places[i] is None else self.places[i][1])
-            assert self.places[oldest] is None or self.places[oldest][0] not in pages
-            self.places[oldest] = (page, self.now)
-        return len(there), len(missing)
-
-    def forget(self, pages: list[int]) -> None:
-        self.places = [None if place is None or place[0] in pages else place for place in self.places]
 
 
 def a_pool(storage: tuple[str, str, torch.dtype], pages: int) -> tuple[PagePool, list[int]]:
@@ -84,7 +60,7 @@ def check(pool: PagePool, fetched: FetchedPages, simulated: list[Lru], closed: l
     first = fetched.view.starts[-2]
     assert fetched.view.segments[-1] is fetched.segment
     for head, lru in enumerate(simulated):
-        at = {place[0]: i for i, place in enumerate(lru.places) if place is not None}
+        at = lru.pages
         assert table[:, head].tolist() == [[first + at.get(page, fetched.slots) for page in closed]] * 2
         for page, slot in at.items():
             segment, place = pool._locate(1, page)
@@ -127,7 +103,7 @@ def test_the_page_read_longest_ago_makes_room_and_what_is_there_is_not_copied(st
         assert counts.tolist() == [sum(head) for head in zip(*expected, strict=True)]
         check(pool, fetched, simulated, closed)
         for head, own in enumerate(pages):
-            assert {page for page in own if page >= 0} <= {p[0] for p in simulated[head].places if p is not None}
+            assert {page for page in own if page >= 0} <= simulated[head].pages.keys()
 
 
 def test_plain_pages_are_read_where_they_are() -> None:
