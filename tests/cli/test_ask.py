@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import Result
+
+from questkv.cli.session import Answer
 
 Run = Callable[..., Result]
 KEYS = ["answer", "prompt_tokens", "generated_tokens", "prefill_s", "ms_per_token", "pages_read", "pages_held"]
@@ -39,7 +42,10 @@ def test_answer_on_stdout_and_one_line_of_numbers_on_stderr(run: Run, tiny_model
 def test_json_dash_leaves_only_json_on_stdout(run: Run, tiny_model: str, document: Path) -> None:
     result = ask(run, document, tiny_model, "--budget", "112", "--json", "-")
     values = json.loads(result.stdout)
-    assert list(values) == [*KEYS, "cache_bytes", "token_budget", "kv_dtype"]
+    assert list(values) == [
+        *(*KEYS, "cache_bytes", "token_budget", "kv_dtype", "offload", "host_bytes", "device_bytes")
+    ]
+    assert (values["offload"], values["host_bytes"], values["device_bytes"]) == ("none", 0, values["cache_bytes"])
     assert values["generated_tokens"] == 8
     assert values["token_budget"] == 112
     assert values["prompt_tokens"] > 600
@@ -63,6 +69,20 @@ def test_pages_in_eight_bits_hold_fewer_bytes(run: Run, tiny_model: str, documen
     assert "--kv-dtype: expected 'model' or 'int8', got 'fp8'" in error_line(
         ask(run, document, tiny_model, "--kv-dtype", "fp8"), code=2
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to offload from")
+def test_pages_in_host_memory_need_a_gpu(run: Run, tiny_model: str, document: Path) -> None:
+    refused = ask(run, document, tiny_model, "--offload", "host")
+    assert "--offload: expected a GPU for host, got none" in error_line(refused, code=1)
+    wrong = ask(run, document, tiny_model, "--offload", "disk")
+    assert "--offload: expected 'none' or 'host', got 'disk'" in error_line(wrong, code=2)
+
+
+def test_what_lies_in_host_memory_is_said() -> None:
+    values = {"text": "A lamp.", "prompt_tokens": 9, "generated_tokens": 2, "prefill_s": 1.0, "ms_per_token": 2.0}
+    held = Answer(**values, pages_read=3, pages_held=6, cache_bytes=9 << 20, host_bytes=7 << 20, device_bytes=4 << 20)
+    assert held.summary().endswith(", cache 9.0 MiB, 4.0 MiB on the GPU")
 
 
 def test_json_file_holds_the_streamed_answer(run: Run, tiny_model: str, document: Path, tmp_path: Path) -> None:

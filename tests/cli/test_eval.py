@@ -55,6 +55,13 @@ def test_pages_in_eight_bits_are_every_methods(run: Run, tiny_model: str, tmp_pa
     assert json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))["quest"]["kv_dtype"] == "int8"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to offload from")
+def test_pages_in_host_memory_need_a_gpu(run: Run, tiny_model: str) -> None:
+    done = run("eval", "passkey", "--model", tiny_model, *FEW, "--offload", "host")
+    assert done.exit_code == 1
+    assert "--offload: expected a GPU for host, got none" in done.stderr
+
+
 def test_json_on_standard_output_is_all_there_is(run: Run, tiny_model: str) -> None:
     done = run("eval", "passkey", "--model", tiny_model, *FEW, "--samples", "1", "--methods", "full", "--json", "-")
     assert done.exit_code == 0, done.stderr

@@ -32,6 +32,7 @@ def chat(
     budget: options.Budget = None,
     page_size: options.PageSize = options.PAGE_SIZE,
     kv_dtype: options.KvDtype = options.KV_DTYPE,
+    offload: options.Offload = options.OFFLOAD,
     dense: options.Dense = False,
     dtype: options.Dtype = "auto",
     threads: options.Threads = None,
@@ -52,7 +53,7 @@ def chat(
     end of the input (Ctrl-D).
     """
     with one_line_failures():
-        config = options.quest_config(budget, page_size, dense, kv_dtype)
+        config = options.quest_config(budget, page_size, dense, kv_dtype, offload)
         if document == STDIN:
             raise typer.BadParameter("the questions come from standard input, so the document must be a file")
         output.check_writable(json_target)

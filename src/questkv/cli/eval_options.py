@@ -81,6 +81,7 @@ class RunOptions:
     ] = options.DEFAULTS.group
     page_size: options.PageSize = options.PAGE_SIZE
     kv_dtype: options.KvDtype = options.KV_DTYPE
+    offload: options.Offload = options.OFFLOAD
     output: Annotated[
         Path | None,
         typer.Option(
@@ -141,10 +142,11 @@ class RunOptions:
                 optimism=self.optimism,
                 group=self.group,
                 kv_dtype=self.kv_dtype,
+                offload=self.offload,
             )
         except ConfigError as error:
             text = str(error)
-            for field in ("page_size", "optimism", "group", "kv_dtype"):
+            for field in ("page_size", "optimism", "group", "kv_dtype", "offload"):
                 text = text.replace(f"[QuestConfig] {field}", f"--{field.replace('_', '-')}")
             raise ConfigError(text) from None
 

@@ -42,7 +42,7 @@ def parse_values(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, .
 
 
 @shared_options(
-    leave_out=("methods", "seed", "optimism", "group", "page_size", "kv_dtype"),
+    leave_out=("methods", "seed", "optimism", "group", "page_size", "kv_dtype", "offload"),
     budgets="128,256,512,1024,2048",
     lengths="7000",
     samples=1,

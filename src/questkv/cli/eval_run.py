@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from questkv.cli import output
+from questkv.cli import options, output
 from questkv.cli.eval_options import RunOptions
 from questkv.models import find_model
 
@@ -114,6 +114,7 @@ def print_tables(tables: Iterable[Table]) -> None:
 
 def load(run: RunOptions) -> LoadedModel:
     """The model with the paged attention, on the threads that were asked for."""
+    options.check_offload(run.quest())
     found = find_model(run.model)  # before the slow imports, so that a wrong name fails at once
     with output.busy(f"Loading {run.model}") if isinstance(found, Path) else contextlib.nullcontext():
         import torch

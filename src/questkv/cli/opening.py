@@ -31,6 +31,7 @@ class Opening:
     def load(self) -> Session:
         """Import torch and transformers, quietly, and load the model."""
         found = find_model(self.model)  # before the slow imports, so that a wrong name fails at once
+        options.check_offload(self.config)
         output.quiet_libraries()
         # a hub id may have to be downloaded, which draws progress bars of its own
         with output.busy(f"Loading {self.model}") if isinstance(found, Path) else contextlib.nullcontext():

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from questkv.config import KV_DTYPES, QuestConfig
-from questkv.errors import ConfigError
+from questkv.config import KV_DTYPES, OFFLOADS, QuestConfig
+from questkv.errors import ConfigError, UnsupportedError
 from questkv.models import ALIASES, DEFAULT_MODEL, DTYPES
 
 _CACHE, _RUN = "The cache", "The run"
@@ -59,6 +59,14 @@ KvDtype = Annotated[
         rich_help_panel=_CACHE,
     ),
 ]
+Offload = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(OFFLOADS),
+        help="Where full pages lie: with the model, or in host memory, from where a GPU fetches those that it reads.",
+        rich_help_panel=_CACHE,
+    ),
+]
 Dense = Annotated[bool, typer.Option("--dense", help="Read the whole cache for every token.", rich_help_panel=_CACHE)]
 Tail = Annotated[
     bool,
@@ -91,9 +99,12 @@ Dtype = Annotated[
 MODEL = DEFAULT_MODEL
 PAGE_SIZE = DEFAULTS.page_size
 KV_DTYPE = DEFAULTS.kv_dtype
+OFFLOAD = DEFAULTS.offload
 
 
-def quest_config(budget: str | None, page_size: int, dense: bool, kv_dtype: str = KV_DTYPE) -> QuestConfig:
+def quest_config(
+    budget: str | None, page_size: int, dense: bool, kv_dtype: str = KV_DTYPE, offload: str = OFFLOAD
+) -> QuestConfig:
     """The config that a command's options ask for.
 
     Raises:
@@ -106,12 +117,25 @@ def quest_config(budget: str | None, page_size: int, dense: bool, kv_dtype: str 
     if budget is not None:
         wanted = parse_budget(budget)
     try:
-        return QuestConfig(token_budget=wanted, page_size=page_size, kv_dtype=kv_dtype)
+        return QuestConfig(token_budget=wanted, page_size=page_size, kv_dtype=kv_dtype, offload=offload)
     except ConfigError as error:
         # the user wrote an option, not a field
         text = str(error).replace("[QuestConfig] token_budget", "--budget")
-        text = text.replace("[QuestConfig] kv_dtype", "--kv-dtype")
+        text = text.replace("[QuestConfig] kv_dtype", "--kv-dtype").replace("[QuestConfig] offload", "--offload")
         raise ConfigError(text.replace("[QuestConfig] page_size", "--page-size")) from None
+
+
+def check_offload(config: QuestConfig) -> None:
+    """Refuse pages in host memory before a model is loaded that would not be on a GPU.
+
+    Raises:
+        UnsupportedError: There is no GPU.
+    """
+    if config.offload == "host":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UnsupportedError("--offload: expected a GPU for host, got none; pages are in this memory as it is")
 
 
 def document_label(document: str) -> str:

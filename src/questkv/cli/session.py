@@ -35,6 +35,8 @@ class Answer:
         pages_read: Pages read, summed over decode steps, layers and KV heads.
         pages_held: Pages held at the same steps: what dense attention would have read.
         cache_bytes: Bytes of the pages that the cache holds after it, boxes included.
+        host_bytes: Bytes of those that lie in host memory.
+        device_bytes: Bytes of what lies with the model, copies of pages in host memory included.
     """
 
     text: str
@@ -45,14 +47,17 @@ class Answer:
     pages_read: int
     pages_held: int
     cache_bytes: int
+    host_bytes: int
+    device_bytes: int
 
     def summary(self) -> str:
         """The line shown under the answer."""
+        host = f", {self.device_bytes / 2**20:,.1f} MiB on the GPU" if self.host_bytes else ""
         share = f" ({self.pages_read / self.pages_held:.1%})" if self.pages_held else ""
         return (
             f"{self.prompt_tokens:,} tokens in context, {self.generated_tokens:,} generated, "
             f"{self.ms_per_token:.1f} ms per token, {self.pages_read:,} pages read of {self.pages_held:,} held{share}, "
-            f"cache {self.cache_bytes / 2**20:,.1f} MiB"
+            f"cache {self.cache_bytes / 2**20:,.1f} MiB{host}"
         )
 
     def as_json(self, config: QuestConfig) -> dict[str, Any]:
@@ -68,6 +73,9 @@ class Answer:
             "cache_bytes": self.cache_bytes,
             "token_budget": config.token_budget,
             "kv_dtype": config.kv_dtype,
+            "offload": config.offload,
+            "host_bytes": self.host_bytes,
+            "device_bytes": self.device_bytes,
         }
 
 
@@ -186,6 +194,8 @@ class Session:
             pages_read=after.pages_read - before.pages_read,
             pages_held=after.pages_held - before.pages_held,
             cache_bytes=after.bytes_held,
+            host_bytes=after.host_bytes,
+            device_bytes=after.device_bytes,
         )
 
     def _run(self, ids: list[int], on_progress: Callable[[int], None] | None = None) -> None:

@@ -111,11 +111,14 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
     def offload(self) -> None:
-        """Not supported: pages don't move."""
-        raise UnsupportedError("[QuestCache] offloading: expected pages to stay where they are; not supported yet")
+        """Not supported: a layer's pages don't come and go as a whole."""
+        raise UnsupportedError(
+            "[QuestCache] offloading: expected pages to stay where they are; QuestConfig(offload='host') keeps them in "
+            "host memory and fetches those that are read"
+        )
 
     def prefetch(self) -> None:
-        """Not supported: pages don't move."""
+        """Not supported: see `offload`."""
         self.offload()
 
     def reset(self) -> None:
