@@ -6,7 +6,7 @@ import torch
 
 from questkv.kernels.triton.language import jit, next_power_of_2, tl
 from questkv.kernels.triton.launch import on
-from questkv.kernels.triton.storage import KEYS, VALUES, place_of, segment_of, storage_of
+from questkv.kernels.triton.storage import KEYS, VALUES, place_of, row_of, storage_of
 from questkv.kernels.types import Pages
 
 
@@ -21,24 +21,25 @@ def append(pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.
             slots.contiguous(),
             keys,
             values,
+            storage.segment_of,
             storage.table,
             *storage.bases[:2],
             *keys.stride()[:2],
             *values.stride()[:2],
-            storage.num_segments,
             S=pages.page_size,
             D=dim,
             BLOCK_D=next_power_of_2(dim),
-            SEGMENTED=storage.num_segments > 1,
+            SEGMENTED=len(storage.table) > 1,
             num_warps=1,
         )
 
 
-@jit(do_not_specialize=["num_segments"])
+@jit
 def write_tokens(
     p_slots,
     p_new_keys,
     p_new_values,
+    p_segment_of,
     p_table,
     p_keys,
     p_values,
@@ -46,7 +47,6 @@ def write_tokens(
     key_head,
     value_token,
     value_head,
-    num_segments,
     S: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -59,7 +59,7 @@ def write_tokens(
     if slot < 0:
         return
     page = slot // S
-    p_row = segment_of(page, p_table, num_segments, SEGMENTED)
+    p_row = row_of(page, p_segment_of, p_table, SEGMENTED)
     o_slot = (place_of(page, i_h, p_row) * S + (slot - page * S)) * D
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
