@@ -248,6 +248,7 @@ def write_into(page: Path, text: str) -> None:
 
 
 def main() -> int:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="layers whose name holds this text")
     parser.add_argument("--write", type=Path, help="a Markdown page with the two marks")
