@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf.tiny_models import NAMES, pad_left, pair, teacher_forced, tokens
-from interpreter import ask_for_interpreter, patch_once
+from interpreter import has_triton, patch_once
 from pages.lru import Lru
 from questkv import QuestCache, QuestConfig
 from questkv.errors import ConfigError, UnsupportedError
@@ -230,7 +230,7 @@ def test_keys_and_values_are_shown_wherever_they_lie() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
-@pytest.mark.skipif(not ask_for_interpreter(), reason="triton isn't installed")
+@pytest.mark.skipif(not has_triton(), reason="triton isn't installed")
 @pytest.mark.parametrize("what", ["a budget", "eight bits", "each head"])
 def test_the_triton_backend_gives_the_same_bits(what: str) -> None:
     patch_once()

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interpreter import ask_for_interpreter, patch_once
+from interpreter import has_triton, patch_once
 from kernels.cases import Case, Shape, build_case
 from kernels.coded_cases import code_pages
 from questkv.errors import UnsupportedError
 from questkv.kernels import Pages, PageSegment, attend, decode, dense, native, transfer
 
 NAMES = ("keys", "values", "boxes", "scales", "value_scales")
-BACKENDS = ["reference", *(["triton"] if ask_for_interpreter() else [])]
+BACKENDS = ["reference", *(["triton"] if has_triton() else [])]
 CASES = {
     "float32": Shape(kv_heads=2, group=3, head_dim=8, page_size=3),
     "bfloat16, boxes in its type": Shape(2, 1, 16, 4, torch.bfloat16, "model"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from interpreter import ask_for_interpreter, patch_once
+from interpreter import has_triton, patch_once
 from pages.lru import Lru
 from questkv.errors import PoolFullError, UnsupportedError
 from questkv.kernels import PageSegment
@@ -17,7 +17,7 @@ from questkv.pages.fetched import FetchedPages
 
 CPU = torch.device("cpu")
 NAMES = ("keys", "values", "boxes", "scales", "value_scales")
-BACKENDS = ["reference", *(["triton"] if ask_for_interpreter() else [])]
+BACKENDS = ["reference", *(["triton"] if has_triton() else [])]
 STORAGE = [("model", "model", torch.bfloat16), ("int8", "model", torch.float32), ("int8", "int8", torch.float16)]
 
 

@@ -18,7 +18,7 @@ from questkv.kernels.triton.storage import (
     VALUE_SCALES,
     VALUES,
     place_of,
-    segment_of,
+    row_of,
     storage_of,
 )
 from questkv.kernels.triton.tuning import transfer_blocks
@@ -37,12 +37,12 @@ def transfer(source: Pages, page_ids: torch.Tensor, target: Pages, into: torch.T
         copy_pages[(page_ids.shape[1], source.num_kv_heads)](
             page_ids,
             into,
+            old.segment_of,
             old.table,
             *old.bases,
+            new.segment_of,
             new.table,
             *new.bases,
-            old.num_segments,
-            new.num_segments,
             S=source.page_size,
             D=dim,
             BLOCK=blocks.channels,
@@ -51,17 +51,18 @@ def transfer(source: Pages, page_ids: torch.Tensor, target: Pages, into: torch.T
             PIECES=cdiv(tokens, blocks.channels),
             INT8=old.int8_boxes,
             CODES=old.has_codes,
-            OLD_SEGMENTED=old.num_segments > 1,
-            NEW_SEGMENTED=new.num_segments > 1,
+            OLD_SEGMENTED=len(old.table) > 1,
+            NEW_SEGMENTED=len(new.table) > 1,
             UNIT=min(old.unit, new.unit),
             num_warps=blocks.warps,
         )
 
 
-@jit(do_not_specialize=["old_segments", "new_segments"])
+@jit
 def copy_pages(
     p_page_ids,
     p_into,
+    p_old_segment_of,
     p_old_table,
     p_old_keys,
     p_old_values,
@@ -70,6 +71,7 @@ def copy_pages(
     p_old_boxes,
     p_old_scales,
     p_old_value_scales,
+    p_new_segment_of,
     p_new_table,
     p_new_keys,
     p_new_values,
@@ -78,8 +80,6 @@ def copy_pages(
     p_new_boxes,
     p_new_scales,
     p_new_value_scales,
-    old_segments,
-    new_segments,
     S: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -99,8 +99,8 @@ def copy_pages(
     if page < 0:
         return
     to = tl.load(p_into + o_list)
-    p_old = segment_of(page, p_old_table, old_segments, OLD_SEGMENTED)
-    p_new = segment_of(to, p_new_table, new_segments, NEW_SEGMENTED)
+    p_old = row_of(page, p_old_segment_of, p_old_table, OLD_SEGMENTED)
+    p_new = row_of(to, p_new_segment_of, p_new_table, NEW_SEGMENTED)
     o_old = place_of(page, i_h, p_old)
     o_new = place_of(to, i_h, p_new)
     o_from = tl.multiple_of(o_old * (S * D), UNIT)
