@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from interpreter import has_triton, patch_once
 from pages.lru import Lru
 from questkv import QuestCache, QuestConfig
 from questkv.errors import ConfigError, UnsupportedError
-from questkv.pages import fetched as fetched_module
 from questkv.pages import geometry
 from questkv.pages.fetched import FetchedPages
 
@@ -38,7 +36,7 @@ CONFIGS = {
 
 
 @pytest.fixture(autouse=True)
-def _host_without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _host_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory and the device are both the CPU's; what was never fetched is NaN."""
     monkeypatch.setattr(geometry, "_host_without_gpu", True)
     reserve = FetchedPages.reserve
@@ -51,8 +49,7 @@ def _host_without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 if tensor is not None:
                     tensor.fill_(torch.nan if tensor.is_floating_point() else 255)
 
-    monkeypatch.setattr(fetched_module.FetchedPages, "reserve", reserve_poisoned)
-    yield
+    monkeypatch.setattr(FetchedPages, "reserve", reserve_poisoned)
 
 
 def both(name: str, config: QuestConfig) -> list[QuestCache]:
@@ -243,5 +240,7 @@ def test_the_triton_backend_gives_the_same_bits(what: str) -> None:
 def test_on_a_cpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geometry, "_host_without_gpu", False)
     cache = both("llama", NONE)[1]
-    with pytest.raises(UnsupportedError, match=r"\[questkv\] offload: expected a model on a GPU for 'host', got one on"):
+    with pytest.raises(
+        UnsupportedError, match=r"\[questkv\] offload: expected a model on a GPU for 'host', got one on"
+    ):
         run("llama", cache, tokens(1, 5), [5])

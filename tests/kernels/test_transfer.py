@@ -67,7 +67,9 @@ def another(case: Case, plain: int, coded: int, *, host: bool = False) -> Pages:
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)) for x, y in zip(a, b, strict=True))
+    return all(
+        torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)) for x, y in zip(a, b, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -164,7 +166,9 @@ def test_the_compiled_backend_says_that_it_has_no_such_thing() -> None:
     case = a_case("float32")
     table = case.page_table[:, None].repeat(1, 2, 1)
     ids = torch.zeros(2, 1, dtype=torch.int64)
-    with pytest.raises(UnsupportedError, match=r"\[transfer\] backend: expected 'triton' \(or 'reference'\), got 'native'"):
+    with pytest.raises(
+        UnsupportedError, match=r"\[transfer\] backend: expected 'triton' \(or 'reference'\), got 'native'"
+    ):
         transfer(case.pages, ids, case.pages, ids + 1, backend="native")
     with pytest.raises(UnsupportedError, match=r"\[attend\] page_table: expected \[R, P\] with backend 'native'"):
         dense(case.q, case.pages, table, case.lengths, scale=1.0, backend="native")
@@ -187,9 +191,9 @@ def test_what_does_not_fit_is_named() -> None:
             transfer(*args, backend="reference")
     coded = a_case("eight bits")
     plain_page, coded_page = (kinds(coded.pages).index(kind) for kind in (False, True))
+    one, other_kind = torch.full((2, 1), plain_page), torch.full((2, 1), coded_page)
     with pytest.raises(ValueError, match=r"\[transfer\] into: expected pages of the kind of those in page_ids"):
-        one = torch.full((2, 1), plain_page)
-        transfer(coded.pages, one, coded.pages, torch.full((2, 1), coded_page), backend="reference")
+        transfer(coded.pages, one, coded.pages, other_kind, backend="reference")
     table = case.page_table[:, None].repeat(1, 3, 1)
     with pytest.raises(ValueError, match=r"\[dense\] page_table: expected \[R=3, P\] or \[R, Hkv=2, P\], got"):
         dense(case.q, case.pages, table, case.lengths, scale=1.0, backend="reference")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,13 +21,12 @@ STORAGE = [("model", "model", torch.bfloat16), ("int8", "model", torch.float32),
 
 
 @pytest.fixture(autouse=True)
-def _host_without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _host_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geometry, "_host_without_gpu", True)
-    yield
 
 
 def a_pool(storage: tuple[str, str, torch.dtype], pages: int) -> tuple[PagePool, list[int]]:
-    """A layer on the device and one whose closed pages lie in host memory, plain pages among those, and random content."""
+    """A layer on the device and one whose closed pages lie in host memory, with random content."""
     box_dtype, kv_dtype, dtype = storage
     pool = PagePool(PageGeometry(2, 5, 3, dtype, CPU, box_dtype, kv_dtype, "host"))
     pool.add_layer()
@@ -123,7 +121,9 @@ def test_more_room_is_made_from_nothing_and_never_taken_away() -> None:
     fetched = pool.fetched(1)
     assert (fetched.slots, fetched.bytes) == (0, 0)
     fetched.reserve(4)
-    page_bytes = sum(t.numel() * t.element_size() for name in NAMES if (t := getattr(fetched.segment, name)) is not None)
+    page_bytes = sum(
+        t.numel() * t.element_size() for name in NAMES if (t := getattr(fetched.segment, name)) is not None
+    )
     assert (fetched.slots, fetched.bytes, pool.fetched_bytes) == (4, page_bytes, page_bytes)
     ids = torch.tensor([closed[:4], closed[4:8]])
     assert fetched.fetch(ids, backend="reference").tolist() == [0, 8]
@@ -162,7 +162,9 @@ def test_no_room_on_the_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_gpu_there_is_nothing_to_offload_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geometry, "_host_without_gpu", False)
-    with pytest.raises(UnsupportedError, match=r"\[questkv\] offload: expected a model on a GPU for 'host', got one on"):
+    with pytest.raises(
+        UnsupportedError, match=r"\[questkv\] offload: expected a model on a GPU for 'host', got one on"
+    ):
         PageGeometry(2, 5, 3, torch.float32, CPU, offload="host")
 
 

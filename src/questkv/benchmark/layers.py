@@ -65,13 +65,19 @@ def make_layer(shape: Shape, config: QuestConfig, context: int) -> Layer:
         raise ValueError(f"[bench] context: expected a multiple of the page size {config.page_size}, got {context}")
     pages = context // config.page_size
     geometry = PageGeometry(
-        shape.kv_heads, shape.head_dim, config.page_size, shape.torch_dtype, torch.device("cpu"), config.box_dtype
+        shape.kv_heads,
+        shape.head_dim,
+        config.page_size,
+        shape.torch_dtype,
+        torch.device("cpu"),
+        config.box_dtype,
+        config.kv_dtype,
     )
     segment = geometry.allocate(shape.batch * pages)
     for tensor in (segment.keys, segment.values):
         tensor.normal_()
     coded = config.kv_dtype == "int8"
-    layer = kernels.Pages((segment, geometry.allocate(shape.batch * pages, coded=True)) if coded else (segment,))
+    layer = kernels.Pages((segment, geometry.allocate(shape.batch * pages, closed=True)) if coded else (segment,))
     every = torch.arange(shape.batch * pages)
     kernels.seal(layer, every, backend=config.backend)
     if coded:

@@ -60,11 +60,14 @@ def _check_ids(source: Pages, page_ids: torch.Tensor, target: Pages, into: torch
     page_ids, into = page_ids[copied], into[copied]
     checks.check_page_ids("transfer", "page_ids", page_ids, source)
     checks.check_page_ids("transfer", "into", into, target)
-    kinds = [torch.zeros(pages.num_pages, dtype=torch.bool) if pages.coded is None else pages.coded for pages in (source, target)]
+    kinds = [
+        torch.zeros(pages.num_pages, dtype=torch.bool) if pages.coded is None else pages.coded
+        for pages in (source, target)
+    ]
     wrong = (kinds[0][page_ids] != kinds[1][into]).nonzero()
     if len(wrong):
         first = int(wrong[0])
         raise ValueError(
-            f"[transfer] into: expected pages of the kind of those in page_ids, plain or coded, got page {int(into[first])} "
-            f"for page {int(page_ids[first])}"
+            "[transfer] into: expected pages of the kind of those in page_ids, plain or coded, got page "
+            f"{int(into[first])} for page {int(page_ids[first])}"
         )

@@ -33,6 +33,9 @@ class FetchedPages:
         self._now = 0
         self._segment: PageSegment | None = None
         self._view: Pages | None = None
+        # [Hkv, slots + 1] the page in every place, and the call that read it last; [Hkv, pages + 1] the place of every
+        # page; -1 for none. The last place and the last page are where padding is written.
+        self._page_of, self._used, self._slot_of = self._filled(0), self._filled(0), self._filled(0)
 
     @property
     def bytes(self) -> int:
@@ -41,7 +44,7 @@ class FetchedPages:
 
     @property
     def segment(self) -> PageSegment:
-        """The copies, [Hkv, slots + 1, ...]; the last page stands for those that are not there, and is never written."""
+        """The copies, [Hkv, slots + 1, ...]; the last page, never written, stands for those that are not there."""
         assert self._segment is not None, "reserve comes first"
         return self._segment
 
@@ -88,12 +91,11 @@ class FetchedPages:
                 raise
             raise PoolFullError(
                 f"[questkv] offload_cache: expected room on {self.geometry.device} for {slots} pages of "
-                f"{self.geometry.closed_page_bytes} bytes of each layer in host memory, got none; lower it or the budget"
+                f"{self.geometry.closed_page_bytes} bytes of each layer in host memory, got none; lower it or the "
+                "budget"
             ) from error
         self.slots = slots
-        # The last place and, in `_slot_of`, the last page are where padding is written.
-        self._page_of = self._filled(slots + 1)
-        self._used = self._filled(slots + 1)
+        self._page_of, self._used = self._filled(slots + 1), self._filled(slots + 1)
         self._slot_of = self._filled(self.pages.num_pages + 1)
 
     def fetch(self, page_ids: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ def decode(
     whole = [row for row, count in enumerate(sealed) if host_num_selected[row] >= count]
     sparse = [row for row, count in enumerate(sealed) if host_num_selected[row] < count]
     out = torch.empty_like(q)
-    softmax = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
+    softmax: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
     for rows in _together(whole, sealed, fetched.slots):
         here = _index(rows, q)
         count = torch.div(lengths[here] - 1, pages.page_size, rounding_mode="floor")
@@ -110,8 +111,8 @@ def _together(rows: list[int], needs: list[int], most: int) -> Iterator[list[int
     for row in rows:
         if needs[row] > most:
             raise ValueError(
-                f"[offload] slots: expected room on the device for the {needs[row]} pages that one row reads of each KV "
-                f"head, got {most}"
+                f"[offload] slots: expected room on the device for the {needs[row]} pages that one row reads of each "
+                f"KV head, got {most}"
             )
         if piece and (len(piece) + 1) * max(widest, needs[row]) > most:
             yield piece
@@ -132,12 +133,12 @@ def _physical(selection: torch.Tensor, page_table: torch.Tensor, kv_heads: int) 
     rows, heads, _ = selection.shape
     table = page_table[:, None].expand(rows, heads, page_table.shape[1])
     page_ids = table.gather(2, selection.clamp(min=0)).masked_fill(selection < 0, -1)
-    return page_ids.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1)
+    return page_ids.view(rows, kv_heads, -1).transpose(0, 1).flatten(1)
 
 
 def _distinct(selection: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[R] pages of a selection [R, H, K] summed over KV heads; those that heads of a group share count once."""
-    chosen = selection.unflatten(1, (kv_heads, -1)).flatten(2).sort(dim=2).values
+    chosen = selection.reshape(len(selection), kv_heads, -1).sort(dim=2).values
     first = chosen >= 0
     first[..., 1:] &= chosen[..., 1:] != chosen[..., :-1]
     return first.sum(dim=(1, 2))

@@ -207,7 +207,9 @@ class PagePool:
 
     def _pages_of(self, closed: bool) -> int:
         """Physical pages of one kind, free ones included."""
-        return sum(pages for pages, kind in zip(self._segment_pages, self._segment_closed, strict=True) if kind == closed)
+        return sum(
+            pages for pages, kind in zip(self._segment_pages, self._segment_closed, strict=True) if kind == closed
+        )
 
     def _held(self, closed: bool) -> int:
         return self._pages_of(closed) - len(self._free[closed])

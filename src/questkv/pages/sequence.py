@@ -32,7 +32,7 @@ class Sequence:
 
     @property
     def written_table(self) -> list[int]:
-        """The table with the plain pages that the step under way writes, where `table` has those that they move into."""
+        """The table with the plain pages that the step under way writes, where `table` has what they move into."""
         return [
             self._before[logical][-1] if logical in self._before and self.pool.is_closed(page) else page
             for logical, page in enumerate(self.table)

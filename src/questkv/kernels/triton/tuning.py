@@ -157,5 +157,5 @@ def seal_blocks(head_dim: int, page_size: int) -> SealBlocks:
 
 @cache
 def transfer_blocks(page: int) -> TransferBlocks:
-    """For one layer, by the numbers in a page's keys of a head: at most 16 of a tile a thread, two loads of 16 bytes."""
+    """For one layer, by the numbers in a page's keys of a head: at most 16 a thread and tile, two loads of 16 bytes."""
     return TransferBlocks(channels=min(next_power_of_2(page), 2048), warps=4)
