@@ -171,10 +171,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_held_once_for_every_table_that_has_it(self):
-        held = (
-            [*sequence.table, *sequence.replaced] for tracked in self.tracked for sequence in tracked.batch.sequences
-        )
-        holders = Counter(page for pages in held for page in pages)
+        holders = Counter(page for pages in self._held_lists() for page in pages)
         assert [self.pool.holders(page) for page in range(self.pool.num_pages)] == [
             holders[page] for page in range(self.pool.num_pages)
         ]
@@ -214,13 +211,19 @@ class CacheMachine(RuleBasedStateMachine):
     def _tables(self) -> list[list[int]]:
         return [list(sequence.table) for tracked in self.tracked for sequence in tracked.batch.sequences]
 
+    def _held_lists(self) -> list[list[int]]:
+        """The tables, each with the pages that a step took out of it and that isn't settled."""
+        return [
+            [*sequence.table, *sequence.replaced] for tracked in self.tracked for sequence in tracked.batch.sequences
+        ]
+
     def _reserve(self, tracked: Tracked, data) -> bool:
         """Reserve drawn counts; False if they don't fit, which must be so."""
         counts = [data.draw(st.integers(0, 2 * self.page_size + 1), label="count") for _ in tracked.tokens]
         tracked.batch.settle()  # so that what the tables are now is what they must be after a failure
         tracked.interrupted = False
         before, needed = self._tables(), self._pages_needed(tracked, counts)
-        held = {page for table in before for page in table}
+        held = {page for pages in self._held_lists() for page in pages}
         room = [
             self.pool.max_pages - sum(self.pool.is_closed(page) == coded for page in held) for coded in (False, True)
         ]
@@ -249,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
                 coded += (past + count - 1) // self.page_size - past // self.page_size
                 if past and not open_slots and not self.pool.is_closed(sequence.table[-1]):
                     full.append(sequence.table[-1])
-        holders = Counter(page for table in self._tables() for page in table)
+        holders = Counter(page for pages in self._held_lists() for page in pages)
         held_by_others = {page: holders[page] - writers for page, writers in leaving.items()}
         new += sum(writers - (held_by_others[page] == 0) for page, writers in leaving.items())
         return new, coded + len(set(full))
