@@ -3,6 +3,8 @@
 Tensors and letters are defined in docs/layout.md, the maths in docs/method.md.
 """
 
+# What torch.compile sees in the operators' place, registered with torch.
+from questkv.kernels import custom as custom
 from questkv.kernels.append import append
 from questkv.kernels.attend import attend
 from questkv.kernels.decode import decode

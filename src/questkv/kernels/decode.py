@@ -56,6 +56,16 @@ def decode(
         ValueError: A shape, a device or a value is wrong.
         TypeError: A dtype is wrong.
     """
+    if torch.compiler.is_compiling():
+        rows = (q, *pages.tensors(), page_table, lengths, num_selected, scale, softcap, sinks)
+        rule = (optimism, group, sink_pages, recent_pages, pages_read)
+        decoded: torch.Tensor
+        if new is None:
+            decoded = torch.ops.questkv.decode(*rows, *rule, backend)
+        else:
+            written = (new.slots, new.keys, new.values, new.sealed, new.into)
+            decoded = torch.ops.questkv.decode_new(*rows, *rule, *written, backend)
+        return decoded
     checks.check_rows("decode", q, pages, page_table, lengths)
     checks.check_per_row("decode", "num_selected", num_selected, q.shape[0], pages)
     checks.check_scale("decode", scale)
