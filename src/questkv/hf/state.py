@@ -86,6 +86,32 @@ class PagedState:
         counts = [0] * len(group.batch) if step is None else step.counts
         return [length - count for length, count in zip(group.batch.lengths, counts, strict=True)]
 
+    def begin(self, batch: int, width: int, mask: torch.Tensor | None) -> None:
+        """Start a forward: find the real tokens among its columns and make room for them in every group.
+
+        Args:
+            batch: B.
+            width: Its columns, padding included.
+            mask: [B, columns] bool 2-D padding mask over all columns, or None.
+        """
+        self.settle()
+        if self.batch_size not in (None, batch):
+            raise CacheMismatchError(
+                f"[questkv] batch: expected {self.batch_size} sequences as in the cache, got {batch}; use a new cache, "
+                "cache.reset(), or cache.batch_repeat_interleave(n)"
+            )
+        forward = Columns(batch, width, self._new_columns(width, mask))
+        reserved: list[Group] = []
+        try:
+            for group in self.groups.values():
+                group.plan = Plan(group.batch.reserve(forward.counts), self.config)
+                reserved.append(group)
+        except BaseException:
+            for group in reserved:
+                group.batch.undo()
+            raise
+        self._forward = forward
+
     def attend(
         self,
         layer: int,
@@ -93,6 +119,8 @@ class PagedState:
         new: tuple[torch.Tensor, torch.Tensor] | None,
         mask: torch.Tensor | None,
         softmax: Softmax,
+        *,
+        begun: bool = False,
     ) -> torch.Tensor:
         """Write a layer's new keys and values and attend its new queries.
 
@@ -102,11 +130,14 @@ class PagedState:
             new: Keys and values [B, Hkv, width, D]; None if another layer that shares them has written them already.
             mask: [B, columns] bool 2-D padding mask over all columns, or None.
             softmax: Scale, soft cap and sinks.
+            begun: `begin` was called for this forward; if not, the first paged layer calls it.
 
         Returns:
             [B, width, Hq, D].
         """
-        fresh = None if new is None else self._write(layer, *new, mask)
+        if not begun and new is not None and layer == self.paged_layers[0]:
+            self.begin(new[0].shape[0], new[0].shape[2], mask)
+        fresh = None if new is None else self._write(layer, *new)
         group = self._group_of(layer)
         if group is None or group.plan is None or self._forward is None:
             raise CacheMismatchError(
@@ -195,12 +226,8 @@ class PagedState:
         read = self._pages_read.get(layer)
         return 0 if read is None else int(read), self._pages_held.get(layer, 0)
 
-    def _write(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
-    ) -> kernels.NewTokens | None:
+    def _write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> kernels.NewTokens | None:
         """Write a layer's new tokens, or give them back for `kernels.decode` to write where each is a row."""
-        if layer == self.paged_layers[0]:
-            self._begin(keys, mask)
         if self._forward is None or (keys.shape[0], keys.shape[2]) != (self._forward.batch, self._forward.width):
             raise CacheMismatchError(
                 f"[questkv] layer {layer}: expected the tokens that layer {self.paged_layers[0]} got in this forward"
@@ -217,27 +244,6 @@ class PagedState:
             return group.batch.new_tokens(*packed)
         group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
         return None
-
-    def _begin(self, keys: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Start a forward: find the real tokens among its columns and make room for them in every group."""
-        self.settle()
-        batch, width = keys.shape[0], keys.shape[2]
-        if self.batch_size not in (None, batch):
-            raise CacheMismatchError(
-                f"[questkv] batch: expected {self.batch_size} sequences as in the cache, got {batch}; use a new cache, "
-                "cache.reset(), or cache.batch_repeat_interleave(n)"
-            )
-        forward = Columns(batch, width, self._new_columns(width, mask))
-        reserved: list[Group] = []
-        try:
-            for group in self.groups.values():
-                group.plan = Plan(group.batch.reserve(forward.counts), self.config)
-                reserved.append(group)
-        except BaseException:
-            for group in reserved:
-                group.batch.undo()
-            raise
-        self._forward = forward
 
     def _new_columns(self, width: int, mask: torch.Tensor | None) -> torch.Tensor | None:
         """[B, width] bool of the new columns, None if all are real."""
