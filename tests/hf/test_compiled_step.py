@@ -1,4 +1,4 @@
-"""The decode step as one compiled graph: the uncompiled step's results, and nothing compiled again as the cache grows."""
+"""The decode step as one compiled graph: the same results, and nothing is compiled again as the cache grows."""
 
 from __future__ import annotations
 
@@ -198,9 +198,7 @@ def test_a_graph_break_is_an_error_and_not_a_slower_step(monkeypatch: pytest.Mon
     with attach(model, compile=True):
         cache = QuestCache(model.config, SPARSE)
         model(tokens(1, 12), cache=cache)
-        with pytest.raises(
-            UnsupportedError, match="expected a model whose decode step torch.compile takes as one graph"
-        ):
+        with pytest.raises(UnsupportedError, match=r"decode step torch[.]compile takes as one graph"):
             model(tokens(1, 1), cache=cache)
         assert cache.report().tokens == (12,)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from questkv.errors import UnsupportedError
 from questkv.hf.attention import NAME
 from questkv.hf.cache import QuestCache
 from questkv.hf.compiled import arguments_of, compiled_step
+from questkv.hf.linear_layers import fast_linear_layers
 from questkv.hf.prefill import cache_argument
 
 _COMPILES = "_questkv_compiles"
@@ -40,7 +41,13 @@ class Attachment:
 
 
 @contextmanager
-def attach(model: PreTrainedModel, config: QuestConfig | None = None, *, compile: bool = False) -> Iterator[Attachment]:
+def attach(
+    model: PreTrainedModel,
+    config: QuestConfig | None = None,
+    *,
+    fast_linear: bool = False,
+    compile: bool = False,
+) -> Iterator[Attachment]:
     """Make a model decode with questkv inside the block, and leave it as it was after.
 
     Inside, the model's attention implementation is ``questkv``, and `generate` and `forward` calls that bring no cache
@@ -49,6 +56,7 @@ def attach(model: PreTrainedModel, config: QuestConfig | None = None, *, compile
     Args:
         model: A causal language model.
         config: The method's configuration; the default one if None.
+        fast_linear: Run the linear layers of a decode step at the memory's speed (CPU); see `fast_linear_layers`.
         compile: Run every decode step (a call with one token a sequence and a `QuestCache`) as one graph of
             torch.compile. The first step compiles it; longer runs of tokens are not compiled. See docs/decode.md.
 
@@ -83,7 +91,12 @@ def attach(model: PreTrainedModel, config: QuestConfig | None = None, *, compile
         return args, kwargs
 
     own_generate = model.__dict__.get("generate")
-    with _attention_set_to(model, NAME), _steps_compiled(model) if compile else nullcontext():
+    with ExitStack() as stack:
+        stack.enter_context(_attention_set_to(model, NAME))
+        if fast_linear:
+            stack.enter_context(fast_linear_layers(model))
+        if compile:
+            stack.enter_context(_steps_compiled(model))
         # First of all hooks, so that an attachment inside another one comes before it.
         hook = model.register_forward_pre_hook(give_cache, with_kwargs=True, prepend=True)
         model.generate = generate_with_cache

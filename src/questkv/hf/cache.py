@@ -126,7 +126,7 @@ class QuestCache(Cache):
     def report(self) -> CacheReport:
         """What was read and what is held."""
         groups = self.state.groups.values()
-        layers = tuple(LayerReport(layer, *self.state.pages(layer)) for layer in self.state.paged_layers)
+        layers = tuple(LayerReport(layer, *self.state.counts.of(layer)) for layer in self.state.paged_layers)
         return CacheReport(
             tokens=tuple(self.state.lengths),
             pages_read=sum(layer.pages_read for layer in layers),

@@ -33,9 +33,9 @@ def compiled_step(model: PreTrainedModel) -> CompiledStep:
 class CompiledStep:
     """A model's forward for one new token of every sequence behind a `QuestCache`.
 
-    Before the graph runs, the cache makes room for the token (once for all layers); in the graph every layer's attention
-    is one call of ``torch.ops.questkv.step``. Neither depends on how long the cache is, so nothing is compiled again as it
-    grows. A new batch size is compiled when it comes.
+    Before the graph runs, the cache makes room for the token, once for all layers. In the graph every layer's attention
+    is one call of ``torch.ops.questkv.step``. Nothing in it depends on how long the cache is, so nothing is compiled again
+    as it grows. A new batch size is compiled when it comes.
 
     Args:
         model: A causal language model; it isn't kept alive.
@@ -102,8 +102,8 @@ class CompiledStep:
         kinds = {type(layer) for layer in cache.layers} - {PagedLayer, DynamicSlidingWindowLayer}
         if kinds:
             raise UnsupportedError(
-                f"[compile] model: expected full-attention and sliding-window layers, got {kinds.pop().__name__}; run it "
-                "without compile"
+                f"[compile] model: expected full-attention and sliding-window layers, got {kinds.pop().__name__}; run "
+                "it without compile"
             )
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
             got = f"{mask.ndim} dimensions" if isinstance(mask, torch.Tensor) else type(mask).__name__
@@ -135,7 +135,7 @@ def _run(model: Any, ids: torch.Tensor, positions: torch.Tensor, rest: dict[str,
 
 
 class _StepCache(Cache):
-    """Stands for the cache inside the graph: it hands keys and values on to the attention function, and holds nothing."""
+    """Stands for the cache inside the graph: hands keys and values on to the attention function and holds nothing."""
 
     def __init__(self, model_config: Any) -> None:
         super().__init__(layers=[_StepLayer() for _ in DynamicCache(config=model_config).layers])

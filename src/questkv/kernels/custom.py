@@ -140,7 +140,7 @@ def select(
     recent_pages: int,
     backend: str,
 ) -> torch.Tensor:
-    """As `kernels.select`, [R, H, P] with -1 at the end: in a graph a shape can't depend on what `num_selected` holds."""
+    """As `kernels.select`, but [R, H, P]: in a graph a shape can't depend on what `num_selected` holds."""
     selection = kernels.select(
         scores, num_pages, num_selected, sink_pages=sink_pages, recent_pages=recent_pages, backend=backend
     )
@@ -309,3 +309,13 @@ def decode_new(
         new=NewTokens(slots, new_keys, new_values, sealed, into),
         backend=backend,
     )
+
+
+def _fake_linear(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@_operator("linear(Tensor x, Tensor weight, Tensor? bias, str backend) -> Tensor", _fake_linear)
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backend: str) -> torch.Tensor:
+    """As `kernels.linear`."""
+    return kernels.linear(x, weight, bias, backend=backend)

@@ -115,6 +115,13 @@ class Pages:
             starts.append(starts[-1] + segment.keys.shape[1])
         return tuple(starts)
 
+    @cached_property
+    def layout(self) -> tuple[object, ...]:
+        """What layers of one pool have in common: pages and kind of every segment, Hkv, S, D, dtype, device, boxes."""
+        first = self.segments[0]
+        kinds = tuple((segment.keys.shape[1], segment.coded) for segment in self.segments)
+        return (kinds, self.num_kv_heads, self.page_size, self.head_dim, self.dtype, self.device, first.boxes.dtype)
+
     @property
     def num_pages(self) -> int:
         """Physical pages of all segments."""
