@@ -111,11 +111,10 @@ class QuestCache(Cache):
         self.state.begin(batch, 1, mask)
         self._local_masks = local_masks or {}
 
-    @torch.no_grad()
     def step(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: Softmax
     ) -> torch.Tensor:
-        """A layer of the step that `begin_step` began; shapes as in ``torch.ops.questkv.step``."""
+        """A layer of the step that `begin_step` began; shapes as in ``torch.ops.questkv.step``, no gradients."""
         own = self.layers[layer]
         if isinstance(own, PagedLayer):
             return self.state.attend(layer, query, (key, value), None, softmax, begun=True)

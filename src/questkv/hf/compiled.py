@@ -34,8 +34,8 @@ class CompiledStep:
     """A model's forward for one new token of every sequence behind a `QuestCache`.
 
     Before the graph runs, the cache makes room for the token, once for all layers. In the graph every layer's attention
-    is one call of ``torch.ops.questkv.step``. Nothing in it depends on how long the cache is, so nothing is compiled again
-    as it grows. A new batch size is compiled when it comes.
+    is one call of ``torch.ops.questkv.step``. Nothing in it depends on how long the cache is, so nothing is compiled
+    again as it grows. A new batch size is compiled when it comes.
 
     Args:
         model: A causal language model; it isn't kept alive.

@@ -277,10 +277,16 @@ class PagedState:
 
     def _group_of(self, layer: int) -> Group | None:
         """The layer's group, None before its first token."""
-        return next((group for group in self.groups.values() if layer in group.layers), None)
+        for group in self.groups.values():
+            if layer in group.layers:
+                return group
+        return None
 
     def _group(self, layer: int, keys: torch.Tensor) -> Group:
         """The layer's group, made when its first layer arrives."""
+        known = self._group_of(layer)
+        if known is not None and known.pool.geometry.fits(keys):
+            return known
         geometry = PageGeometry(
             kv_heads=keys.shape[1],
             head_dim=keys.shape[3],

@@ -205,3 +205,9 @@ def check_slots(op: str, slots: torch.Tensor, pages: Pages) -> None:
     if pages.coded is not None:
         page_ids = torch.div(slots, pages.page_size, rounding_mode="floor")
         check_kind(op, "slots", page_ids, pages, coded=False)
+
+
+def check_linear_dtype(x: torch.Tensor) -> None:
+    """`linear` multiplies floats of 16 or 32 bits."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"[linear] x: expected float32, bfloat16 or float16, got {x.dtype}")

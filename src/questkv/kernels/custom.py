@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from questkv import kernels
+from questkv.kernels import dispatch
+from questkv.kernels.checks import check_linear_dtype
 from questkv.kernels.types import NewTokens, Pages
 
 Tensors = Sequence[torch.Tensor]
@@ -312,10 +314,12 @@ def decode_new(
 
 
 def _fake_linear(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    check_linear_dtype(x)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @_operator("linear(Tensor x, Tensor weight, Tensor? bias, str backend) -> Tensor", _fake_linear)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backend: str) -> torch.Tensor:
-    """As `kernels.linear`."""
-    return kernels.linear(x, weight, bias, backend=backend)
+    """As `kernels.linear`; a model calls it hundreds of times a token, so only the backend looks at its arguments."""
+    out: torch.Tensor = dispatch.resolve(backend, x.device).linear(x.contiguous(), weight.contiguous(), bias)
+    return out

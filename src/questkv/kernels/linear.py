@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from questkv.kernels import dispatch
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from questkv.errors import UnsupportedError
+from questkv.kernels import checks, dispatch
 
 
 def linear(
@@ -28,6 +27,7 @@ def linear(
     Raises:
         ValueError: A shape or a device is wrong, or a tensor isn't contiguous.
         TypeError: A dtype is wrong.
+        UnsupportedError: The backend has no linear layers; PyTorch's own are fast on a GPU.
     """
     if torch.compiler.is_compiling():
         out: torch.Tensor = torch.ops.questkv.linear(x, weight, bias, backend)
@@ -38,8 +38,7 @@ def linear(
         )
     if bias is not None and list(bias.shape) != [weight.shape[0]]:
         raise ValueError(f"[linear] bias: expected None or [N={weight.shape[0]}], got {list(bias.shape)}")
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"[linear] x: expected float32, bfloat16 or float16, got {x.dtype}")
+    checks.check_linear_dtype(x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != x.dtype:
             raise TypeError(f"[linear] {name}: expected {x.dtype} like x, got {tensor.dtype}")
@@ -49,5 +48,8 @@ def linear(
         raise ValueError(
             f"[linear] x, weight: expected contiguous tensors, got strides {x.stride()}, {weight.stride()}"
         )
-    result: torch.Tensor = dispatch.resolve(backend, x.device).linear(x, weight, bias)
+    module = dispatch.resolve(backend, x.device)
+    if not hasattr(module, "linear"):
+        raise UnsupportedError(f"[linear] backend: expected 'native' or 'reference', got {backend!r} on {x.device}")
+    result: torch.Tensor = module.linear(x, weight, bias)
     return result
