@@ -94,6 +94,8 @@ class Plan:
             start += count
         self.rows = torch.tensor(rows, dtype=torch.int64, device=step.slots.device)
         self.every_token_is_a_row = len(rows) == start
+        # So that a layer's `decode` may write the tokens: no block has to find them in the pages before.
+        self.is_decode_step = bool(rows) and not self.runs
         self._row_lengths = [step.row_lengths[row] for row in rows] if self.runs else step.row_lengths
 
     @cached_property

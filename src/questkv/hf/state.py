@@ -238,7 +238,7 @@ class PagedState:
         group = self._group(layer, keys)
         packed = self._forward.pack(keys), self._forward.pack(values)
         assert group.plan is not None
-        if len(group.plan.rows) and not group.plan.runs:
+        if group.plan.is_decode_step:
             return packed
         group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
         return None
@@ -321,7 +321,7 @@ class PagedState:
         softmax: Softmax,
     ) -> torch.Tensor:
         """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows; all tokens are written."""
-        if not len(query):
+        if not query.shape[0]:
             return query
         pages = group.pool.layer(group.layers[layer])
         out = torch.empty_like(query) if plan.runs else query

@@ -75,20 +75,22 @@ class DecodeStep:
             raise ValueError(f"[decode] pages: expected the layout that the step was made for, got {pages.layout}")
         page_table, lengths = self._rows
         slots, sealed, into = self._new
+        # Sizes by `shape`: len() of a tensor costs ten times as much.
+        rows = lengths.shape[0]
         checks.check_query("decode", q, pages)
-        if len(q) != len(lengths):
-            raise ValueError(f"[decode] q: expected [R={len(lengths)}, Hq, D], got {list(q.shape)}")
-        checks.check_states("decode", pages, len(slots), keys, values)
+        if q.shape[0] != rows:
+            raise ValueError(f"[decode] q: expected [R={rows}, Hq, D], got {list(q.shape)}")
+        checks.check_states("decode", pages, slots.shape[0], keys, values)
         checks.check_scale("decode", scale)
         checks.check_scoring("decode", optimism, group)
         checks.check_softmax("decode", softcap, sinks, q)
         if not any(num_selected is checked for checked in self._budgets):
             checks.check_forced("decode", sink_pages, recent_pages)
-            checks.check_per_row("decode", "num_selected", num_selected, len(lengths), pages)
+            checks.check_per_row("decode", "num_selected", num_selected, rows, pages)
             check_budget(num_selected, lengths, pages.page_size, sink_pages + recent_pages)
             self._budgets.append(num_selected)
         if pages_read is not None:
-            checks.check_per_row("decode", "pages_read", pages_read, len(lengths), pages)
+            checks.check_per_row("decode", "pages_read", pages_read, rows, pages)
         out: torch.Tensor = self._backend.decode(
             q,
             pages,
