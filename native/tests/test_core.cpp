@@ -1,6 +1,5 @@
-// The core without Python: every operator of every instruction set that this machine has against plain double loops,
-// and bit for bit against itself on other numbers of threads and row by row. Run with a path to libgomp, the operators
-// use its threads as they do beside torch; without, the core's own pool.
+// The core without Python: every operator of every instruction set here against plain double loops, and bit for bit
+// against itself on other threads and row by row. Given a path to libgomp, it uses its threads, else its own pool.
 #include <dlfcn.h>
 
 #include <cinttypes>
@@ -8,6 +7,7 @@
 
 #include "check.h"
 #include "formulas.h"
+#include "linear.h"
 #include "problem.h"
 
 namespace questkv::tests {
@@ -378,7 +378,10 @@ void test_all() {
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
             for (const bool int8_boxes : {true, false})
                 test_shape({s.kv_heads, s.group, s.head_dim, s.page_size, dtype, int8_boxes, s.lengths}, seed++);
-    for (const KernelTable* const* table = available_kernels(); *table; ++table) test_select(**table, seed++);
+    for (const KernelTable* const* table = available_kernels(); *table; ++table) {
+        test_select(**table, seed++);
+        test_linear_shapes(**table);
+    }
 }
 
 }  // namespace

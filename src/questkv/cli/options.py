@@ -88,6 +88,16 @@ Dtype = Annotated[
     ),
 ]
 
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Run each token as one graph of torch.compile: seconds before the first token, more the first time, then "
+        "faster ones.",
+        rich_help_panel=_RUN,
+    ),
+]
+
 MODEL = DEFAULT_MODEL
 PAGE_SIZE = DEFAULTS.page_size
 KV_DTYPE = DEFAULTS.kv_dtype

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
-from questkv.hf.attention import mark_own_layer
+from questkv.hf.attention import local_attention, mark_own_layer
 from questkv.hf.layer import PagedLayer
 from questkv.hf.report import CacheReport, LayerReport
-from questkv.hf.state import Observer, PagedState
+from questkv.hf.state import Observer, PagedState, Softmax
+from questkv.hf.step_operator import new_handle
 
 # A model with no more than this share of full-attention layers has no slack for pages that a score missed.
 _FEW_GLOBAL_LAYERS = 0.25
@@ -68,6 +70,8 @@ class QuestCache(Cache):
         self._first_layer = next(
             i for i, layer in enumerate(layers) if i in paged or getattr(layer, "is_sliding", False)
         )
+        self._handle: torch.Tensor | None = None
+        self._local_masks: dict[int, torch.Tensor | None] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -81,10 +85,47 @@ class QuestCache(Cache):
             mark_own_layer(keys)
         return keys, values
 
+    @property
+    def handle(self) -> torch.Tensor:
+        """What leads ``torch.ops.questkv.step`` to this cache."""
+        if self._handle is None:
+            self._handle = new_handle(self)
+        return self._handle
+
+    def begin_step(
+        self, batch: int, mask: torch.Tensor | None, local_masks: dict[int, torch.Tensor | None] | None = None
+    ) -> None:
+        """Begin a forward of one new token a sequence, whose layers then call `step`.
+
+        Args:
+            batch: B.
+            mask: [B, columns] bool 2-D padding mask over all columns, the new one included, or None.
+            local_masks: What SDPA takes as a mask, for every layer that isn't paged.
+
+        Raises:
+            CacheMismatchError: The batch or the mask isn't the cache's, or a sliding window was left by an interrupted
+                forward.
+            PoolFullError: The tokens don't fit; the cache is as it was.
+        """
+        self._check_own_layers()
+        self.state.begin(batch, 1, mask)
+        self._local_masks = local_masks or {}
+
+    def step(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: Softmax
+    ) -> torch.Tensor:
+        """A layer of the step that `begin_step` began; shapes as in ``torch.ops.questkv.step``, no gradients."""
+        own = self.layers[layer]
+        if isinstance(own, PagedLayer):
+            return self.state.attend(layer, query, (key, value), None, softmax, begun=True)
+        keys, values = own.update(key, value)
+        module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
+        return local_attention(module, query, keys, values, self._local_masks[layer], softmax)
+
     def report(self) -> CacheReport:
         """What was read and what is held."""
         groups = self.state.groups.values()
-        layers = tuple(LayerReport(layer, *self.state.pages(layer)) for layer in self.state.paged_layers)
+        layers = tuple(LayerReport(layer, *self.state.counts.of(layer)) for layer in self.state.paged_layers)
         return CacheReport(
             tokens=tuple(self.state.lengths),
             pages_read=sum(layer.pages_read for layer in layers),
@@ -137,6 +178,7 @@ class QuestCache(Cache):
             ConfigError: The other configuration's pages would differ from those that are shared.
         """
         other = copy.copy(self)
+        other._handle = None
         other.config = self.config if config is None else config
         other.state = self.state.fork(other.config)
         other.layers = [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from questkv import kernels
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, ConfigError, UnsupportedError
+from questkv.hf.counts import PageCounts
 from questkv.hf.plan import Columns, Plan
 from questkv.pages import PageGeometry, PagePool, SequenceBatch
 
@@ -67,8 +69,7 @@ class PagedState:
         self.observer: Observer | None = None
         self._forward: Columns | None = None
         self._attended: set[int] = set()
-        self._pages_read: dict[int, torch.Tensor] = {}
-        self._pages_held: dict[int, int] = {}
+        self.counts = PageCounts()
 
     @property
     def batch_size(self) -> int | None:
@@ -86,6 +87,32 @@ class PagedState:
         counts = [0] * len(group.batch) if step is None else step.counts
         return [length - count for length, count in zip(group.batch.lengths, counts, strict=True)]
 
+    def begin(self, batch: int, width: int, mask: torch.Tensor | None) -> None:
+        """Start a forward: find the real tokens among its columns and make room for them in every group.
+
+        Args:
+            batch: B.
+            width: Its columns, padding included.
+            mask: [B, columns] bool 2-D padding mask over all columns, or None.
+        """
+        self.settle()
+        if self.batch_size not in (None, batch):
+            raise CacheMismatchError(
+                f"[questkv] batch: expected {self.batch_size} sequences as in the cache, got {batch}; use a new cache, "
+                "cache.reset(), or cache.batch_repeat_interleave(n)"
+            )
+        forward = Columns(batch, width, self._new_columns(width, mask))
+        reserved: list[Group] = []
+        try:
+            for group in self.groups.values():
+                group.plan = Plan(group.batch.reserve(forward.counts), self.config)
+                reserved.append(group)
+        except BaseException:
+            for group in reserved:
+                group.batch.undo()
+            raise
+        self._forward = forward
+
     def attend(
         self,
         layer: int,
@@ -93,6 +120,8 @@ class PagedState:
         new: tuple[torch.Tensor, torch.Tensor] | None,
         mask: torch.Tensor | None,
         softmax: Softmax,
+        *,
+        begun: bool = False,
     ) -> torch.Tensor:
         """Write a layer's new keys and values and attend its new queries.
 
@@ -102,18 +131,24 @@ class PagedState:
             new: Keys and values [B, Hkv, width, D]; None if another layer that shares them has written them already.
             mask: [B, columns] bool 2-D padding mask over all columns, or None.
             softmax: Scale, soft cap and sinks.
+            begun: `begin` was called for this forward; if not, the first paged layer calls it.
 
         Returns:
             [B, width, Hq, D].
         """
-        fresh = None if new is None else self._write(layer, *new, mask)
+        if not begun and new is not None and layer == self.paged_layers[0]:
+            self.begin(new[0].shape[0], new[0].shape[2], mask)
+        fresh = None if new is None else self._write(layer, *new)
         group = self._group_of(layer)
         if group is None or group.plan is None or self._forward is None:
             raise CacheMismatchError(
                 f"[questkv] layer {layer}: expected its keys and values in the cache, got none yet"
             )
         tokens = self._forward.pack(query)
-        out = self._attend(layer, group, group.plan, tokens, softmax, fresh)
+        if fresh is None:
+            out = self._attend(layer, group, group.plan, tokens, softmax)
+        else:
+            out = self._decode(layer, group, group.plan, tokens, softmax, *fresh)
         if self.observer is not None:
             self.observer(layer, query, softmax)
         if layer not in self._attended:
@@ -172,8 +207,7 @@ class PagedState:
             group.batch.free()
         self.groups.clear()
         self.columns, self.real = 0, None
-        self._pages_read.clear()
-        self._pages_held.clear()
+        self.counts.clear()
 
     def fork(self, config: QuestConfig) -> PagedState:
         """The same tokens in a second state, sharing every page; its counts start at zero."""
@@ -190,17 +224,8 @@ class PagedState:
             other.groups[geometry] = Group(group.pool, group.batch.fork(), dict(group.layers))
         return other
 
-    def pages(self, layer: int) -> tuple[int, int]:
-        """Pages read and held in a layer's decode steps, summed over KV heads."""
-        read = self._pages_read.get(layer)
-        return 0 if read is None else int(read), self._pages_held.get(layer, 0)
-
-    def _write(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
-    ) -> kernels.NewTokens | None:
-        """Write a layer's new tokens, or give them back for `kernels.decode` to write where each is a row."""
-        if layer == self.paged_layers[0]:
-            self._begin(keys, mask)
+    def _write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Write a layer's new tokens, or give them back packed for `_decode` to write where each is a row."""
         if self._forward is None or (keys.shape[0], keys.shape[2]) != (self._forward.batch, self._forward.width):
             raise CacheMismatchError(
                 f"[questkv] layer {layer}: expected the tokens that layer {self.paged_layers[0]} got in this forward"
@@ -213,31 +238,10 @@ class PagedState:
         group = self._group(layer, keys)
         packed = self._forward.pack(keys), self._forward.pack(values)
         assert group.plan is not None
-        if len(group.plan.rows) and not group.plan.runs:
-            return group.batch.new_tokens(*packed)
+        if group.plan.is_decode_step:
+            return packed
         group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
         return None
-
-    def _begin(self, keys: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Start a forward: find the real tokens among its columns and make room for them in every group."""
-        self.settle()
-        batch, width = keys.shape[0], keys.shape[2]
-        if self.batch_size not in (None, batch):
-            raise CacheMismatchError(
-                f"[questkv] batch: expected {self.batch_size} sequences as in the cache, got {batch}; use a new cache, "
-                "cache.reset(), or cache.batch_repeat_interleave(n)"
-            )
-        forward = Columns(batch, width, self._new_columns(width, mask))
-        reserved: list[Group] = []
-        try:
-            for group in self.groups.values():
-                group.plan = Plan(group.batch.reserve(forward.counts), self.config)
-                reserved.append(group)
-        except BaseException:
-            for group in reserved:
-                group.batch.undo()
-            raise
-        self._forward = forward
 
     def _new_columns(self, width: int, mask: torch.Tensor | None) -> torch.Tensor | None:
         """[B, width] bool of the new columns, None if all are real."""
@@ -273,10 +277,16 @@ class PagedState:
 
     def _group_of(self, layer: int) -> Group | None:
         """The layer's group, None before its first token."""
-        return next((group for group in self.groups.values() if layer in group.layers), None)
+        for group in self.groups.values():
+            if layer in group.layers:
+                return group
+        return None
 
     def _group(self, layer: int, keys: torch.Tensor) -> Group:
         """The layer's group, made when its first layer arrives."""
+        known = self._group_of(layer)
+        if known is not None and known.pool.geometry.fits(keys):
+            return known
         geometry = PageGeometry(
             kv_heads=keys.shape[1],
             head_dim=keys.shape[3],
@@ -309,13 +319,12 @@ class PagedState:
         plan: Plan,
         query: torch.Tensor,
         softmax: Softmax,
-        fresh: kernels.NewTokens | None,
     ) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows."""
-        if not len(query):
+        """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows; all tokens are written."""
+        if not query.shape[0]:
             return query
         pages = group.pool.layer(group.layers[layer])
-        out = torch.empty_like(query)
+        out = torch.empty_like(query) if plan.runs else query
         for run in plan.runs:
             out[run.tokens] = kernels.prefill(
                 query[run.tokens],
@@ -329,30 +338,54 @@ class PagedState:
             )
         if not len(plan.rows):
             return out
-        dense = self.config.is_dense_layer(layer)
         pages_read = torch.empty_like(plan.lengths)
         rows = kernels.decode(
             query if plan.every_token_is_a_row else query[plan.rows],
             pages,
             plan.page_table,
             plan.lengths,
-            plan.all_pages if dense else plan.num_selected,
-            scale=softmax.scale,
-            optimism=self.config.optimism,
-            group=self.config.group,
-            sink_pages=self.config.sink_pages,
-            recent_pages=self.config.recent_pages,
-            softcap=softmax.softcap,
-            sinks=softmax.sinks,
+            self._num_selected(layer, plan),
             pages_read=pages_read,
-            new=fresh,
             backend=self.config.backend,
+            **self._rule(softmax),
         )
-        if fresh is not None:
-            group.batch.written(group.layers[layer])
-        self._pages_read[layer] = self._pages_read.get(layer, 0) + pages_read.sum()
-        self._pages_held[layer] = self._pages_held.get(layer, 0) + plan.pages_held * pages.num_kv_heads
+        self.counts.add(layer, pages_read, plan.pages_held * pages.num_kv_heads)
         if plan.every_token_is_a_row:
             return rows
         out[plan.rows] = rows
         return out
+
+    def _decode(
+        self,
+        layer: int,
+        group: Group,
+        plan: Plan,
+        query: torch.Tensor,
+        softmax: Softmax,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D] where every token is a row: its keys and values are written on the way."""
+        pages = group.pool.layer(group.layers[layer])
+        pages_read = torch.empty_like(plan.lengths)
+        out = plan.decode_step(pages).decode(
+            query, pages, self._num_selected(layer, plan), keys, values, pages_read=pages_read, **self._rule(softmax)
+        )
+        group.batch.written(group.layers[layer])
+        self.counts.add(layer, pages_read, plan.pages_held * pages.num_kv_heads)
+        return out
+
+    def _num_selected(self, layer: int, plan: Plan) -> torch.Tensor:
+        return plan.all_pages if self.config.is_dense_layer(layer) else plan.num_selected
+
+    def _rule(self, softmax: Softmax) -> dict[str, Any]:
+        """How `kernels.decode` scores, selects and weighs."""
+        return {
+            "scale": softmax.scale,
+            "softcap": softmax.softcap,
+            "sinks": softmax.sinks,
+            "optimism": self.config.optimism,
+            "group": self.config.group,
+            "sink_pages": self.config.sink_pages,
+            "recent_pages": self.config.recent_pages,
+        }

@@ -44,6 +44,11 @@ def attend(
         ValueError: A shape, a device or a value is wrong.
         TypeError: A dtype is wrong.
     """
+    if torch.compiler.is_compiling():
+        attended: torch.Tensor = torch.ops.questkv.attend(
+            q, *pages.tensors(), page_table, lengths, selection, scale, softcap, sinks, backend
+        )
+        return attended
     checks.check_rows("attend", q, pages, page_table, lengths)
     checks.check_scale("attend", scale)
     checks.check_softmax("attend", softcap, sinks, q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,4 +37,9 @@ def resolve(backend: str, device: torch.device) -> Any:
         if device.type != "cpu":
             raise ValueError(f"[kernels] backend: expected tensors on the CPU for 'native', got {device}")
         native.load()
+    return _module(backend)
+
+
+@cache
+def _module(backend: str) -> Any:
     return importlib.import_module(f"questkv.kernels.{backend}")

@@ -32,6 +32,16 @@ class PageGeometry:
     box_dtype: str = "int8"
     kv_dtype: str = "model"
 
+    def fits(self, keys: torch.Tensor) -> bool:
+        """Whether keys [B, Hkv, n, D] are of these heads, this head dim, dtype and device."""
+        shape = keys.shape
+        return (
+            shape[1] == self.kv_heads
+            and shape[3] == self.head_dim
+            and keys.dtype == self.dtype
+            and keys.device == self.device
+        )
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of one plain page's keys and values in one layer."""

@@ -9,6 +9,7 @@ from questkv.kernels.reference.append import append
 from questkv.kernels.reference.attention import attend, dense
 from questkv.kernels.reference.boxes import estimate, seal
 from questkv.kernels.reference.decode import decode
+from questkv.kernels.reference.linear import linear
 from questkv.kernels.reference.select import select
 
-__all__ = ["append", "attend", "decode", "dense", "estimate", "prefill", "seal", "select"]
+__all__ = ["append", "attend", "decode", "dense", "estimate", "linear", "prefill", "seal", "select"]
