@@ -378,10 +378,8 @@ void test_all() {
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
             for (const bool int8_boxes : {true, false})
                 test_shape({s.kv_heads, s.group, s.head_dim, s.page_size, dtype, int8_boxes, s.lengths}, seed++);
-    for (const KernelTable* const* table = available_kernels(); *table; ++table) {
-        test_select(**table, seed++);
-        test_linear_shapes(**table);
-    }
+    for (const KernelTable* const* table = available_kernels(); *table; ++table) test_select(**table, seed++);
+    test_linear_shapes();
 }
 
 }  // namespace
@@ -389,10 +387,7 @@ void test_all() {
 
 int main(int argc, char** argv) {
     using questkv::tests::tally;
-    if (argc > 1 && !dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL)) {
-        std::fprintf(stderr, "%s\n", dlerror());
-        return 2;
-    }
+    if (argc > 1 && !dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL)) return std::fprintf(stderr, "%s\n", dlerror()), 2;
     const char* pool = dlsym(RTLD_DEFAULT, "GOMP_parallel") ? "libgomp's threads" : "threads of its own";
     std::string names;
     for (const auto* const* t = questkv::available_kernels(); *t; ++t) names += std::string(" ") + (*t)->name;

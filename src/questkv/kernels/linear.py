@@ -16,8 +16,8 @@ def linear(
     The ``native`` backend reads every weight once, at the memory's speed. PyTorch's own product is faster for many.
 
     Args:
-        x: [..., K] float32, bfloat16 or float16, contiguous.
-        weight: [N, K] x's dtype and device, contiguous.
+        x: [..., K] float32, bfloat16 or float16, contiguous; K are input channels here, not pages.
+        weight: [N, K] x's dtype and device, contiguous, a row for each of N outputs.
         bias: [N] likewise, or None.
         backend: ``auto`` or a backend's name.
 
