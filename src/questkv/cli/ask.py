@@ -30,6 +30,7 @@ def ask(
     kv_dtype: options.KvDtype = options.KV_DTYPE,
     dense: options.Dense = False,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "model",
     threads: options.Threads = None,
     json_target: Annotated[
         str | None,
@@ -52,7 +53,7 @@ def ask(
         text = read_document(document)
         if not question.strip():
             raise typer.BadParameter("the question is empty")
-        opening = Opening(model, config, dtype, rope_factor, threads, seed, tail, max_new_tokens)
+        opening = Opening(model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens)
         session = opening.load()
         asked = session.prompter.question(question, answer_prefix)
         opening.read(session, document, text, len(asked))

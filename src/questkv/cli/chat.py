@@ -34,6 +34,7 @@ def chat(
     kv_dtype: options.KvDtype = options.KV_DTYPE,
     dense: options.Dense = False,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "model",
     threads: options.Threads = None,
     json_target: Annotated[
         str | None,
@@ -57,7 +58,7 @@ def chat(
             raise typer.BadParameter("the questions come from standard input, so the document must be a file")
         output.check_writable(json_target)
         text = read_document(document)
-        opening = Opening(model, config, dtype, rope_factor, threads, seed, tail, max_new_tokens)
+        opening = Opening(model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens)
         session = opening.load()
         # room for a question, so that the first one doesn't find the context full
         opening.read(session, document, text, len(session.prompter.question("?")) + _ROOM_FOR_QUESTION)

@@ -45,7 +45,7 @@ def evaluate(task: Task, run: RunOptions, draw: Draw) -> None:
     check_targets(run)
     loaded = load(run)
     samples = runner.list_samples(task, loaded)
-    described = runner.describe(task, plan, loaded, {"name": run.model, "rope_factor": run.rope_factor})
+    described = runner.describe(task, plan, loaded, run.described_model())
     with open_results(run, described) as results:
         with share_progress(task.name) as on_progress:
             runner.run(task, loaded, plan, samples, results, on_progress)
@@ -124,7 +124,9 @@ def load(run: RunOptions) -> LoadedModel:
         output.quiet_progress_bars()
         if run.threads is not None:
             torch.set_num_threads(run.threads)
-        return load_model(run.model, dtype=run.dtype, rope_factor=run.rope_factor, attention="questkv")
+        return load_model(
+            run.model, dtype=run.dtype, rope_factor=run.rope_factor, attention="questkv", weights=run.weights
+        )
 
 
 def in_order(rows: list[Row], samples: list[str], runs: list[tuple[str, int | None]]) -> list[Row]:

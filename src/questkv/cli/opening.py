@@ -22,6 +22,7 @@ class Opening:
     model: str
     config: QuestConfig
     dtype: str
+    weights: str
     rope_factor: float
     threads: int | None
     seed: int
@@ -38,7 +39,12 @@ class Opening:
 
             output.quiet_progress_bars()
             loaded = session.Session.open(
-                self.model, self.config, dtype=self.dtype, rope_factor=self.rope_factor, threads=self.threads
+                self.model,
+                self.config,
+                dtype=self.dtype,
+                weights=self.weights,
+                rope_factor=self.rope_factor,
+                threads=self.threads,
             )
         session.seed(self.seed)
         return loaded

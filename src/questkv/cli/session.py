@@ -95,11 +95,20 @@ class Session:
         self._unreported_s = 0.0
 
     @classmethod
-    def open(cls, model: str, config: QuestConfig, *, dtype: str, rope_factor: float, threads: int | None) -> Session:
+    def open(
+        cls,
+        model: str,
+        config: QuestConfig,
+        *,
+        dtype: str,
+        rope_factor: float,
+        threads: int | None,
+        weights: str = "model",
+    ) -> Session:
         """Load a model with the paged attention and start an empty conversation."""
         if threads is not None:
             torch.set_num_threads(threads)
-        loaded = load_model(model, dtype=dtype, rope_factor=rope_factor, attention="questkv")
+        loaded = load_model(model, dtype=dtype, rope_factor=rope_factor, attention="questkv", weights=weights)
         return cls(loaded.model, loaded.tokenizer, config)
 
     def fit(self, before: int, document: list[int], question: int, answer: int, *, tail: bool) -> Fitted:
