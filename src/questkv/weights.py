@@ -1,8 +1,8 @@
 """Light weights: a loaded model's linear layers in eight or four bits, on the CPU.
 
-torchao chooses the codes and torch multiplies with them. torchao's own layers are not used for the product: in eager mode
-its eight-bit one unpacks the whole matrix for every token, which is slower than 16-bit weights, and the dispatch of its
-four-bit one costs half as much as the product (docs/results.md, "Light weights").
+torchao chooses the codes and torch multiplies with them. torchao's own layers are not used for the product: in eager
+mode its eight-bit one unpacks the whole matrix for every token, which is slower than 16-bit weights, and the dispatch
+of its four-bit one costs half as much as the product (docs/results.md, "Light weights").
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +62,7 @@ class Int8Linear(nn.Module):
             out = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), self.codes, self.scales)
         else:
             out = F.linear(rows, self.codes.to(x.dtype) * self.scales[:, None])
-        out = out.view(*x.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
+        return _finished(out, x, self.bias)
 
 
 class Int4Linear(nn.Module):
@@ -95,13 +93,18 @@ class Int4Linear(nn.Module):
         """[..., in] -> [..., out]."""
         rows = x.reshape(-1, self.in_features).contiguous()
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.codes, GROUP_SIZE, self.scales_and_zeros)
-        out = out.view(*x.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
+        return _finished(out, x, self.bias)
 
     @staticmethod
     def fits(linear: nn.Linear) -> bool:
         """Whether a layer's shape can be packed."""
         return linear.in_features % GROUP_SIZE == 0 and linear.out_features % _INT4_ROWS == 0
+
+
+def _finished(rows: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[rows, out] -> [..., out], like x, with the bias."""
+    out = rows.view(*x.shape[:-1], rows.shape[-1])
+    return out if bias is None else out + bias
 
 
 def lighten(model: nn.Module, weights: str) -> None:
@@ -127,7 +130,7 @@ def lighten(model: nn.Module, weights: str) -> None:
     ]
     if not found:
         raise UnsupportedError(f"--weights {weights}: expected a model with linear layers, got {type(model).__name__}")
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     made: dict[int, nn.Module] = {}
     with torch.no_grad(), _quiet_import(weights):
         for parent, name, child in found:
@@ -144,8 +147,8 @@ def _check(model: nn.Module, weights: str) -> None:
     devices = sorted({parameter.device.type for parameter in model.parameters()})
     if devices != ["cpu"]:
         raise UnsupportedError(
-            f"--weights {weights}: expected a model on the CPU, got {', '.join(devices)}; on a GPU load a checkpoint that "
-            "is GPTQ or AWQ already"
+            f"--weights {weights}: expected a model on the CPU, got {', '.join(devices)}; on a GPU load a checkpoint "
+            "that is GPTQ or AWQ already"
         )
     if getattr(model, "is_quantized", False) or getattr(getattr(model, "config", None), "quantization_config", None):
         raise UnsupportedError(f"--weights {weights}: expected 16- or 32-bit weights, got a quantised checkpoint")

@@ -60,7 +60,7 @@ def measure(
     context: int,
     tokens: Sequence[int],
     others: Sequence[Decoder] = (),
-    on_progress: Callable[[float], None] = lambda share: None,
+    on_progress: Callable[[int], None] = lambda percent: None,
 ) -> list[Row]:
     """Check, then time everything at one context.
 
@@ -71,7 +71,7 @@ def measure(
         context: Tokens before the first step.
         tokens: The tokens to decode, `UNTIMED_STEPS` and at least one more: every step has another one.
         others: Decoders that stand at `context` already.
-        on_progress: Called with the share that is done.
+        on_progress: Called with how much is done, in percent.
 
     Raises:
         DisagreementError: Two that should agree don't; nothing is timed then.
@@ -84,7 +84,7 @@ def measure(
                 seconds = _timed_step(decoder, token)
                 if turn:
                     times[decoder.name].append(seconds)
-            on_progress((turn + 1) / (len(tokens) - 1))
+            on_progress(100 * (turn + 1) // (len(tokens) - 1))
     return [_row(name, context, spent) for name, spent in times.items()]
 
 

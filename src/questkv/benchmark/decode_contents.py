@@ -21,8 +21,8 @@ BLOCK_TOKENS = 2048
 class Contents:
     """Keys and values of every layer at the longest context.
 
-    A prefill's time grows with the square of its length. So the tokens are prefilled in blocks, each alone, as if nothing
-    came before it, but at its own positions: keys and values have the model's own distribution and the rotary
+    A prefill's time grows with the square of its length. So the tokens are prefilled in blocks, each alone, as if
+    nothing came before it, but at its own positions: keys and values have the model's own distribution and the rotary
     embedding of their place. What is missing is what a token would have learnt from earlier blocks, which changes what
     the model says and not the work of a step.
 

@@ -105,17 +105,15 @@ def run(plan: Plan, progress: Progress) -> Results:
                     engine.fill(ids[:context], on_progress)
             tokens = ids[context : context + UNTIMED_STEPS + plan.steps]
             with progress(f"Decoding at {context:,}", 100) as on_progress:
-                rows += measure(
-                    models, contents, plan.config, context, tokens, others, lambda share: on_progress(round(share * 100))
-                )
+                rows += measure(models, contents, plan.config, context, tokens, others, on_progress)
     finally:
         for engine in others:
             engine.close()
     if longest > plan.block:
         notes.insert(
             0,
-            f"contexts above {plan.block:,} tokens are synthetic: blocks of {plan.block:,} that were prefilled each on its "
-            "own, at their own positions",
+            f"contexts above {plan.block:,} tokens are synthetic: blocks of {plan.block:,}, each prefilled on its own "
+            "at its own positions",
         )
     del models, contents, loaded
     if plan.memory:
@@ -133,11 +131,13 @@ def check_contexts(plan: Plan, model_config: Any) -> None:
         ConfigError: One of them.
     """
     limit = context_length(model_config)
-    needed = plan.contexts[-1] + UNTIMED_STEPS + plan.steps
-    if limit is not None and needed > limit:
+    longest = plan.contexts[-1]
+    # the steps themselves may go past it: their positions are ones the rotary embedding has, and nobody reads the text
+    if limit is not None and longest > limit:
+        factor = -(-longest * plan.rope_factor // limit)
         raise ConfigError(
-            f"[bench] --contexts: expected at most the model's {limit:,} tokens, got {plan.contexts[-1]:,} and "
-            f"{needed - plan.contexts[-1]} steps; stretch it with --rope-factor {-(-needed // limit)}"
+            f"[bench] --contexts: expected at most the model's {limit:,} tokens, got {longest:,}; stretch it with "
+            f"--rope-factor {factor:g}"
         )
 
 
@@ -168,9 +168,7 @@ def _other_engines(plan: Plan, dtype: torch.dtype) -> tuple[list[llama_cpp.Llama
     tokens = plan.contexts[-1] + UNTIMED_STEPS + plan.steps
     threads = torch.get_num_threads()
     return [
-        llama_cpp.LlamaCpp(
-            name, path, tokens=tokens, block=plan.block, threads=threads, rope_factor=plan.rope_factor
-        )
+        llama_cpp.LlamaCpp(name, path, tokens=tokens, block=plan.block, threads=threads, rope_factor=plan.rope_factor)
         for name, path in files.items()
     ], []
 

@@ -60,7 +60,10 @@ def decode(
     block: Annotated[
         int,
         typer.Option(
-            metavar="TOKENS", min=64, help="Longest prefill; a longer context is made of such blocks.", rich_help_panel=_WHAT
+            metavar="TOKENS",
+            min=64,
+            help="Longest prefill; a longer context is made of such blocks.",
+            rich_help_panel=_WHAT,
         ),
     ] = 2048,
     memory: Annotated[

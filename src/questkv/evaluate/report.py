@@ -133,9 +133,9 @@ def _measured_with(run: Mapping[str, Any]) -> str:
     settings = ", ".join(f"{name}={_plain(value)}" for name, value in run["settings"].items())
     method = ", ".join(f"{name}={_plain(value)}" for name, value in quest.items())
     return (
-        f"{model['name']} in {model['dtype']}{light}{stretched}; {settings}. Quest: {method}. questkv {machine['questkv']}, "
-        f"torch {machine['torch']}, transformers {machine['transformers']}, backend {machine['backend']}, "
-        f"{machine['cpu']}, {machine['threads']} threads."
+        f"{model['name']} in {model['dtype']}{light}{stretched}; {settings}. Quest: {method}. "
+        f"questkv {machine['questkv']}, torch {machine['torch']}, transformers {machine['transformers']}, "
+        f"backend {machine['backend']}, {machine['cpu']}, {machine['threads']} threads."
     )
 
 
