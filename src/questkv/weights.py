@@ -24,6 +24,8 @@ GROUP_SIZE = 32
 INSTALL = "pip install 'torchao>=0.18'"
 # More rows than this are multiplied faster by an unpacked matrix.
 _FEW_ROWS = 16
+# Codes as numbers up to 1, exact in every dtype: products of whole codes could be too large for float16.
+_CODE_UNIT = 2.0**-7
 # What torch's four-bit packing divides the rows of a matrix by.
 _INT4_ROWS = 16
 
@@ -61,7 +63,7 @@ class Int8Linear(nn.Module):
         if len(rows) <= _FEW_ROWS:
             out = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), self.codes, self.scales)
         else:
-            out = F.linear(rows, self.codes.to(x.dtype) * self.scales[:, None])
+            out = F.linear(rows, self.codes.to(x.dtype) * _CODE_UNIT) * (self.scales / _CODE_UNIT)
         return _finished(out, x, self.bias)
 
 

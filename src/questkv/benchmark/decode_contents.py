@@ -46,7 +46,7 @@ def make_contents(
 
     Args:
         model: A causal language model of transformers whose layers all attend to everything; its attention
-            implementation is used as it is.
+            implementation is ``sdpa`` from then on.
         ids: Tokens of the longest context.
         block: Tokens a block.
         on_progress: Called with the tokens done so far.
@@ -54,6 +54,7 @@ def make_contents(
     Raises:
         UnsupportedError: The model has layers of another kind.
     """
+    model.set_attn_implementation("sdpa")
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
     tokens = torch.tensor([list(ids)], device=model.device)
     forward = functools.partial(model, use_cache=True, logits_to_keep=1)

@@ -26,7 +26,7 @@ def decode_table(rows: Sequence[Row], title: str) -> Table:
             cells = [f"{row.ms_per_token:.2f}", f"{row.min_ms:.2f}", f"{row.tokens_per_s:.1f}"]
             if with_memory:
                 cells.append("" if row.peak_mib is None else f"{row.peak_mib:,.0f}")
-            speedups = [line["sparse_is_faster_by"][name].get(row.name) for name in sparse]
+            speedups = [line["sparse_is_faster_by"].get(name, {}).get(row.name) for name in sparse]
             cells += ["" if speedup is None else f"{speedup:.2f}x" for speedup in speedups]
             table.add_row(f"{row.context:,}" if row is here[0] else "", row.name, *cells)
         table.add_section()
@@ -54,7 +54,7 @@ def plot_decode(rows: Sequence[Row], path: str, title: str) -> None:
             gains = {
                 line["context"]: line["sparse_is_faster_by"][sparse][other]
                 for line in summarise(rows)
-                if other in line["sparse_is_faster_by"][sparse]
+                if other in line["sparse_is_faster_by"].get(sparse, {})
             }
             style = "o-" if sparse == SPARSE else "s--"
             right.plot(list(gains), list(gains.values()), style, color=f"C{i}", label=f"{sparse} over {other}")
