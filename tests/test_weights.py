@@ -1,4 +1,4 @@
-"""Light weights: what the codes stand for, what the products are, and what stays as it was."""
+"""Light and packed weights: what the codes stand for, what the products are, and what stays as it was."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from questkv import QuestCache, QuestConfig
 from questkv.errors import ConfigError, MissingPackageError, ModelError, UnsupportedError
 from questkv.models import LoadedModel, load_model
-from questkv.weights import GROUP_SIZE, Int4Linear, Int8Linear, lighten
+from questkv.weights import GROUP_SIZE, Int4Linear, Int8Linear, PackedLinear, lighten, pack
 
 pytest.importorskip("torchao", reason="light weights are made by torchao")
 
@@ -144,6 +144,38 @@ def test_a_light_model_is_the_model_with_the_decoded_weights(weights: str) -> No
     everything = light.generate(ids, cache=QuestCache(light.config, QuestConfig(token_budget=1.0)), **kwargs)
     enough = light.generate(ids, cache=QuestCache(light.config, QuestConfig(token_budget=160)), **kwargs)
     assert torch.equal(everything, enough)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_packed_products_are_torchs_own(dtype: torch.dtype, rows: int) -> None:
+    source = linear(67, 23, dtype, bias=True)
+    if not PackedLinear.fits(source):
+        pytest.skip(f"oneDNN has no order of its own for {dtype} on this machine")
+    x = torch.randn(2, 2 * rows, 67, dtype=dtype)[:, ::2]
+    expected = source(x)
+    # Sums of 67 products in float32, in another order; each of the two may round product and sum to the dtype.
+    allowed = 2 * torch.finfo(dtype).eps * (expected.abs() + source.bias.abs()).float() + 1e-5
+    assert ((PackedLinear(source)(x) - expected).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_model_says_what_the_plain_one_says(tied: bool) -> None:
+    packed, plain = tiny(tied=tied), tiny(tied=tied)
+    plain.load_state_dict(packed.state_dict())
+    pack(packed)
+    assert {type(module) for module in packed.modules() if hasattr(module, "in_features")} == {PackedLinear}
+    ids = torch.randint(0, 96, (1, 90))
+    with torch.no_grad():
+        logits, expected = (model(ids, cache=QuestCache(model.config)).logits for model in (packed, plain))
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_what_can_not_be_packed_stays_as_it_was() -> None:
+    model = tiny().to(torch.float16)
+    pack(model)
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    assert model.model.layers[0].mlp.up_proj.weight is not None
 
 
 def test_without_torchao_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ def load_model(
     attention: str | None = None,
     device: str | None = None,
     weights: str = "model",
+    packed: bool = False,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
 
@@ -82,6 +83,7 @@ def load_model(
         attention: Name of a registered attention function; None is transformers' choice.
         device: A torch device; None is the GPU where there is one, else the CPU.
         weights: ``model`` for weights of `dtype`, or ``int8`` or ``int4``: see `questkv.weights.lighten`.
+        packed: Bring weights of `dtype` into the order that is fastest on the CPU: see `questkv.weights.pack`.
 
     Raises:
         ConfigError: `dtype`, `rope_factor` or `weights` holds an impossible value.
@@ -106,6 +108,10 @@ def load_model(
         from questkv.weights import lighten
 
         lighten(model, weights)
+    elif packed and not _is_quantised(model.config):
+        from questkv.weights import pack
+
+        pack(model)
     return LoadedModel(model, loaded.tokenizer)
 
 

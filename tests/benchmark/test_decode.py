@@ -69,7 +69,7 @@ def test_rows_name_ours_and_transformers(model: Any, ids: list[int], kv_dtype: s
     contents = make_contents(model, ids[:CONTEXT])
     steps = ids[CONTEXT : CONTEXT + UNTIMED_STEPS + 3]
     models = {MODEL_WEIGHTS: model, "int8": build("llama", "sdpa")}
-    rows = measure(models, contents, config, CONTEXT, steps, on_progress=percent.append)
+    rows = measure(model, models, contents, config, CONTEXT, steps, on_progress=percent.append)
     assert [row.name for row in rows] == [
         "questkv-sparse",
         "questkv-dense",
@@ -101,7 +101,7 @@ def test_another_engine_that_disagrees_stops_the_benchmark(
     monkeypatch.setattr(decode, "_timed_step", lambda *_: pytest.fail("was timed"))
     contents = make_contents(model, ids[:CONTEXT])
     with pytest.raises(DisagreementError, match=r"\[bench\] wrong: expected transformers' logits"):
-        measure({MODEL_WEIGHTS: model}, contents, CONFIG, CONTEXT, ids[CONTEXT:], [Wrong()])
+        measure(model, {MODEL_WEIGHTS: model}, contents, CONFIG, CONTEXT, ids[CONTEXT:], [Wrong()])
 
 
 @pytest.mark.parametrize("changed", ["_checked_dense", "_checked_whole"])
@@ -116,7 +116,7 @@ def test_a_cache_that_holds_something_else_stops_the_benchmark(
     else:  # a budget that isn't what it says
         monkeypatch.setattr(decode, "replace", lambda config, token_budget: QuestConfig(token_budget=160))
     with pytest.raises(DisagreementError, match="questkv-"):
-        measure({MODEL_WEIGHTS: model}, make_contents(model, ids[:CONTEXT]), CONFIG, CONTEXT, ids[CONTEXT:])
+        measure(model, {MODEL_WEIGHTS: model}, make_contents(model, ids[:CONTEXT]), CONFIG, CONTEXT, ids[CONTEXT:])
 
 
 def test_logits_of_another_engine_may_be_scaled_but_not_turned() -> None:

@@ -54,6 +54,7 @@ def row_name(implementation: str, weights: str) -> str:
 
 
 def measure(
+    plain: Any,
     models: Mapping[str, Any],
     contents: Contents,
     config: QuestConfig,
@@ -65,7 +66,8 @@ def measure(
     """Check, then time everything at one context.
 
     Args:
-        models: The model by its weights' type; `MODEL_WEIGHTS` comes first and made the contents.
+        plain: The model as transformers has it, which made the contents and is timed with transformers' cache.
+        models: The model as we run it, by its weights' type.
         contents: What the caches hold.
         config: Ours; its budget is the sparse steps'.
         context: Tokens before the first step.
@@ -77,7 +79,7 @@ def measure(
         DisagreementError: Two that should agree don't; nothing is timed then.
     """
     with torch.inference_mode():
-        decoders = [*_checked(models, contents, config, context, tokens[0], others), *others]
+        decoders = [*_checked(plain, models, contents, config, context, tokens[0], others), *others]
         times: dict[str, list[float]] = {decoder.name: [] for decoder in decoders}
         for turn, token in enumerate(tokens[1:]):
             for decoder in decoders:
@@ -103,6 +105,7 @@ def _row(name: str, context: int, spent: list[float]) -> Row:
 
 
 def _checked(
+    plain: Any,
     models: Mapping[str, Any],
     contents: Contents,
     config: QuestConfig,
@@ -112,7 +115,7 @@ def _checked(
 ) -> list[Decoder]:
     """Our decoders and transformers', each one checked token further than `context`."""
     layers = contents.at(context)
-    held = quest_cache(models[MODEL_WEIGHTS], replace(config, token_budget=1.0), layers)
+    held = quest_cache(plain, replace(config, token_budget=1.0), layers)
     found: list[Decoder] = []
     for weights, model in models.items():
         dense = ModelDecoder(row_name(DENSE, weights), model, "questkv", held.fork())
@@ -122,7 +125,8 @@ def _checked(
             "questkv",
             held.fork(replace(config, token_budget=context + config.page_size)),
         )
-        theirs = ModelDecoder(row_name(SDPA, weights), model, "sdpa", dynamic_cache(model, layers))
+        own = plain if weights == MODEL_WEIGHTS else model
+        theirs = ModelDecoder(row_name(SDPA, weights), own, "sdpa", dynamic_cache(own, layers))
         expected = _logits(theirs, token)
         ours = _logits(dense, token)
         check_logits(dense.name, ours, expected, tolerance(expected, model.dtype, config))

@@ -104,10 +104,10 @@ def _model(subject: Subject) -> dict[int, float]:
     from questkv.config import QuestConfig
     from questkv.models import load_model
 
-    model = load_model(
-        subject.model, dtype=subject.dtype, rope_factor=subject.rope_factor, weights=subject.weights
-    ).model
     ours = subject.kind == "questkv"
+    model = load_model(
+        subject.model, dtype=subject.dtype, rope_factor=subject.rope_factor, weights=subject.weights, packed=ours
+    ).model
     peaks = {}
     for context in subject.contexts:
         layers = _any_contents(model, context)

@@ -95,7 +95,7 @@ def run(plan: Plan, progress: Progress) -> Results:
     ids = text_tokens(loaded.tokenizer, plan.text or default_text(), longest + UNTIMED_STEPS + plan.steps)
     with torch.inference_mode(), progress("Filling caches", longest) as on_progress:
         contents = make_contents(loaded.model, ids[:longest], plan.block, on_progress)
-    models = {MODEL_WEIGHTS: loaded.model, **{kind: _load(plan, kind).model for kind in kinds[1:]}}
+    models = {kind: _load(plan, kind, packed=True).model for kind in kinds}
     others, notes = _other_engines(plan, loaded.model.dtype)
     rows = []
     try:
@@ -105,7 +105,7 @@ def run(plan: Plan, progress: Progress) -> Results:
                     engine.fill(ids[:context], on_progress)
             tokens = ids[context : context + UNTIMED_STEPS + plan.steps]
             with progress(f"Decoding at {context:,}", 100) as on_progress:
-                rows += measure(models, contents, plan.config, context, tokens, others, on_progress)
+                rows += measure(loaded.model, models, contents, plan.config, context, tokens, others, on_progress)
     finally:
         for engine in others:
             engine.close()
@@ -141,9 +141,15 @@ def check_contexts(plan: Plan, model_config: Any) -> None:
         )
 
 
-def _load(plan: Plan, weights: str) -> LoadedModel:
+def _load(plan: Plan, weights: str, *, packed: bool = False) -> LoadedModel:
     return load_model(
-        plan.model, dtype=plan.dtype, rope_factor=plan.rope_factor, attention="sdpa", device="cpu", weights=weights
+        plan.model,
+        dtype=plan.dtype,
+        rope_factor=plan.rope_factor,
+        attention="sdpa",
+        device="cpu",
+        weights=weights,
+        packed=packed,
     )
 
 

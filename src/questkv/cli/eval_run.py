@@ -125,7 +125,12 @@ def load(run: RunOptions) -> LoadedModel:
         if run.threads is not None:
             torch.set_num_threads(run.threads)
         return load_model(
-            run.model, dtype=run.dtype, rope_factor=run.rope_factor, attention="questkv", weights=run.weights
+            run.model,
+            dtype=run.dtype,
+            rope_factor=run.rope_factor,
+            attention="questkv",
+            weights=run.weights,
+            packed=True,
         )
 
 

@@ -108,7 +108,9 @@ class Session:
         """Load a model with the paged attention and start an empty conversation."""
         if threads is not None:
             torch.set_num_threads(threads)
-        loaded = load_model(model, dtype=dtype, rope_factor=rope_factor, attention="questkv", weights=weights)
+        loaded = load_model(
+            model, dtype=dtype, rope_factor=rope_factor, attention="questkv", weights=weights, packed=True
+        )
         return cls(loaded.model, loaded.tokenizer, config)
 
     def fit(self, before: int, document: list[int], question: int, answer: int, *, tail: bool) -> Fitted:
