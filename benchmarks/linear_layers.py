@@ -1,4 +1,4 @@
-"""A model's linear layers alone: torch's, ours (packed, eight bits, four bits) and torchao's own, for one token and many.
+"""A model's linear layers alone: torch's, ours (packed, eight and four bits) and torchao's, for one token and many.
 
     python benchmarks/linear_layers.py
     python benchmarks/linear_layers.py --rows 1,16,512 --dtype float32
