@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -96,19 +97,17 @@ def run(plan: Plan, progress: Progress) -> Results:
     with torch.inference_mode(), progress("Filling caches", longest) as on_progress:
         contents = make_contents(loaded.model, ids[:longest], plan.block, on_progress)
     models = {kind: _load(plan, kind, packed=True).model for kind in kinds}
-    others, notes = _other_engines(plan, loaded.model.dtype)
     rows = []
-    try:
+    with contextlib.ExitStack() as held:
+        others, notes = _other_engines(plan, loaded.model.dtype, held)
+        filler = held.enter_context(contextlib.closing(llama_cpp.Filler(others))) if others else None
         for context in plan.contexts:
-            for engine in others:
-                with progress(f"Filling {engine.name}", context) as on_progress:
-                    engine.fill(ids[:context], on_progress)
+            if filler is not None:
+                with progress(f"Filling {llama_cpp.NAME}", context) as on_progress:
+                    filler.fill(ids[:context], on_progress)
             tokens = ids[context : context + UNTIMED_STEPS + plan.steps]
             with progress(f"Decoding at {context:,}", 100) as on_progress:
                 rows += measure(loaded.model, models, contents, plan.config, context, tokens, others, on_progress)
-    finally:
-        for engine in others:
-            engine.close()
     if longest > plan.block:
         notes.insert(
             0,
@@ -163,20 +162,28 @@ def _gguf_file(plan: Plan) -> Path | None:
     return found if isinstance(found, Path) and found.suffix.lower() == ".gguf" else None
 
 
-def _other_engines(plan: Plan, dtype: torch.dtype) -> tuple[list[llama_cpp.LlamaCpp], list[str]]:
-    """Llama.cpp with the model's type and with the file's own, or a note why not."""
+def _other_engines(
+    plan: Plan, dtype: torch.dtype, held: contextlib.ExitStack
+) -> tuple[list[llama_cpp.LlamaCpp], list[str]]:
+    """Llama.cpp with the model's type and with the file's own, closed with `held`; or a note why not."""
     file = _gguf_file(plan)
     if not llama_cpp.is_installed():
         return [], [f"llama.cpp isn't installed and wasn't timed: {llama_cpp.INSTALL}"]
     if file is None:
         return [], ["llama.cpp wasn't timed: it reads .gguf files only"]
     files = {llama_cpp.NAME: llama_cpp.convert(file, dtype, model_cache_dir()), None: file}
-    tokens = plan.contexts[-1] + UNTIMED_STEPS + plan.steps
-    threads = torch.get_num_threads()
-    return [
-        llama_cpp.LlamaCpp(name, path, tokens=tokens, block=plan.block, threads=threads, rope_factor=plan.rope_factor)
-        for name, path in files.items()
-    ], []
+    engines = []
+    for name, path in files.items():
+        engine = llama_cpp.LlamaCpp(
+            name,
+            path,
+            tokens=plan.contexts[-1] + UNTIMED_STEPS + plan.steps,
+            block=plan.block,
+            threads=torch.get_num_threads(),
+            rope_factor=plan.rope_factor,
+        )
+        engines.append(held.enter_context(contextlib.closing(engine)))
+    return engines, []
 
 
 def _with_memory(plan: Plan, rows: list[Row], progress: Progress) -> list[Row]:

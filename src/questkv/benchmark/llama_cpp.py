@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ _RUN_TOKENS = 512
 # llama.h's enum llama_ftype.
 _FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 _FLASH_ATTENTION_ON = 1
-# The joined sequence; block i is prefilled as sequence i + 1.
+# The joined sequence; block i is also sequence i + 1.
 _ALL = 0
 
 
@@ -54,16 +55,13 @@ def convert(file: Path, dtype: torch.dtype, folder: Path) -> Path:
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp, with flash attention and a cache in 16 bits.
-
-    A long context is made as `decode_contents.Contents` is: each block is prefilled as a sequence of its own at its own
-    positions, and its cells are given to one sequence that holds all of them.
+    """A GGUF file in llama.cpp, with flash attention and a cache in 16 bits; `Filler` fills it.
 
     Args:
         name: As in a row; None for `NAME`, a colon and the file's type.
         file: The GGUF file.
         tokens: Tokens that fit: the longest context and the steps.
-        block: Tokens a block.
+        block: Tokens a block of a context.
         threads: CPU threads.
         rope_factor: As in `load_model`: YaRN, from the context that the file names.
 
@@ -79,47 +77,16 @@ class LlamaCpp:
         _be_quiet()
         self._api: Any = llama_cpp
         llama_cpp.llama_backend_init()
-        model_parameters = llama_cpp.llama_model_default_params()
-        model_parameters.n_gpu_layers = 0
-        self._model = llama_cpp.llama_model_load_from_file(bytes(file), model_parameters)
-        if not self._model:
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.n_gpu_layers = 0
+        self.model = llama_cpp.llama_model_load_from_file(bytes(file), parameters)
+        if not self.model:
             raise ModelError(f"model {file}: llama.cpp can't load it")
-        self.name = name or f"{NAME}:{_type_name(llama_cpp, self._model)}"
-        parameters = llama_cpp.llama_context_default_params()
-        # llama.cpp rounds it up; blocks are sequences of one unified cache
-        parameters.n_ctx = -(-tokens // 256) * 256
-        parameters.n_seq_max = -(-tokens // block) + 1
-        parameters.kv_unified = True
-        parameters.n_batch = parameters.n_ubatch = _RUN_TOKENS
-        parameters.n_threads = parameters.n_threads_batch = threads
-        parameters.flash_attn_type = _FLASH_ATTENTION_ON
-        if rope_factor > 1:
-            parameters.rope_scaling_type = llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN
-            parameters.rope_freq_scale = 1 / rope_factor
-            parameters.yarn_orig_ctx = llama_cpp.llama_model_n_ctx_train(self._model)
-            parameters.yarn_ext_factor = 1.0
-        self._context = llama_cpp.llama_init_from_model(self._model, parameters)
-        if not self._context:
-            raise ModelError(f"model {file}: llama.cpp can't make a context of {tokens} tokens")
-        self._memory = llama_cpp.llama_get_memory(self._context)
-        self._vocabulary: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._batch = llama_cpp.llama_batch_init(_RUN_TOKENS, 0, 1)
-        self._block = block
-        self._filled = 0
-        self._position = 0
-
-    def fill(self, ids: Sequence[int], on_progress: Callable[[int], None] | None = None) -> None:
-        """Stand behind `ids`, which begin with what an earlier call filled; steps that were taken are forgotten."""
-        self._api.llama_memory_seq_rm(self._memory, _ALL, self._filled, -1)
-        while self._filled < len(ids):
-            sequence = self._filled // self._block + 1
-            end = min(len(ids), sequence * self._block, self._filled + _RUN_TOKENS)
-            self._run(ids[self._filled : end], self._filled, sequence)
-            self._api.llama_memory_seq_cp(self._memory, sequence, _ALL, self._filled, end)
-            self._filled = end
-            if on_progress is not None:
-                on_progress(end)
-        self._position = self._filled
+        self.name = name or f"{NAME}:{_type_name(llama_cpp, self.model)}"
+        self.block, self.threads, self.rope_factor = block, threads, rope_factor
+        self.room = Room(self, tokens, sequences=-(-tokens // block) + 1)
+        self._vocabulary: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.position = 0
 
     def prepare(self) -> None:
         """Nothing to do."""
@@ -128,26 +95,129 @@ class LlamaCpp:
         """Take in a token; returns the next one's logits, [vocabulary]."""
         import numpy as np
 
-        self._run([token], self._position, _ALL)
-        self._position += 1
-        logits = self._api.llama_get_logits_ith(self._context, -1)
+        self.room.run([token], self.position, _ALL)
+        self.position += 1
+        logits = self._api.llama_get_logits_ith(self.room.context, -1)
         return torch.from_numpy(np.ctypeslib.as_array(logits, shape=(self._vocabulary,)))
 
     def close(self) -> None:
         """Give the memory back."""
-        self._api.llama_batch_free(self._batch)
-        self._api.llama_free(self._context)
-        self._api.llama_model_free(self._model)
+        self.room.close()
+        self._api.llama_model_free(self.model)
 
-    def _run(self, ids: Sequence[int], position: int, sequence: int) -> None:
+
+class Room:
+    """One of llama.cpp's contexts: a cache for some tokens, which its sequences share.
+
+    Args:
+        engine: The model and its settings.
+        tokens: Tokens that fit.
+        sequences: Sequences that fit.
+
+    Raises:
+        ModelError: llama.cpp can't make it.
+    """
+
+    def __init__(self, engine: LlamaCpp, tokens: int, sequences: int) -> None:
+        import llama_cpp
+
+        self._api: Any = llama_cpp
+        self._name = engine.name
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx = -(-tokens // 256) * 256  # it would round up by itself, with a warning
+        parameters.n_seq_max = sequences
+        parameters.kv_unified = True
+        parameters.n_batch = parameters.n_ubatch = _RUN_TOKENS
+        parameters.n_threads = parameters.n_threads_batch = engine.threads
+        parameters.flash_attn_type = _FLASH_ATTENTION_ON
+        if engine.rope_factor > 1:
+            parameters.rope_scaling_type = llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN
+            parameters.rope_freq_scale = 1 / engine.rope_factor
+            parameters.yarn_orig_ctx = llama_cpp.llama_model_n_ctx_train(engine.model)
+            parameters.yarn_ext_factor = 1.0
+        self.context = llama_cpp.llama_init_from_model(engine.model, parameters)
+        if not self.context:
+            raise ModelError(f"{engine.name}: llama.cpp can't make a context of {tokens} tokens")
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self._batch = llama_cpp.llama_batch_init(_RUN_TOKENS, 0, 1)
+
+    def run(self, ids: Sequence[int], position: int, sequence: int) -> None:
+        """Take in tokens of a sequence from a position on; the last one's logits are made."""
         batch = self._batch
         batch.n_tokens = len(ids)
         for index, token in enumerate(ids):
             batch.token[index], batch.pos[index] = token, position + index
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
             batch.logits[index] = index == len(ids) - 1
-        if self._api.llama_decode(self._context, batch):
-            raise ModelError(f"{self.name}: llama.cpp can't decode {len(ids)} tokens at {position}")
+        if self._api.llama_decode(self.context, batch):
+            raise ModelError(f"{self._name}: llama.cpp can't decode {len(ids)} tokens at {position}")
+
+    def forget(self, sequence: int, start: int = -1) -> None:
+        """Forget a sequence's tokens from a position on."""
+        self._api.llama_memory_seq_rm(self.memory, sequence, start, -1)
+
+    def state(self, sequence: int) -> Any:
+        """A sequence's keys and values with their positions, for `restore`."""
+        size = self._api.llama_state_seq_get_size(self.context, sequence)
+        state = (ctypes.c_uint8 * size)()
+        if self._api.llama_state_seq_get_data(self.context, state, size, sequence) != size:
+            raise ModelError(f"{self._name}: llama.cpp can't hand out its cache")
+        return state
+
+    def restore(self, state: Any, sequence: int) -> None:
+        """Put a state into a sequence, in the place of what it held, and add its tokens to the joined sequence."""
+        if not self._api.llama_state_seq_set_data(self.context, state, len(state), sequence):
+            raise ModelError(f"{self._name}: llama.cpp can't take in a cache")
+        self._api.llama_memory_seq_cp(self.memory, sequence, _ALL, -1, -1)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._api.llama_batch_free(self._batch)
+        self._api.llama_free(self.context)
+
+
+class Filler:
+    """Fills the caches of engines of one model as `decode_contents.Contents` is made.
+
+    Each block is prefilled in a small cache of its own at its own positions, and its state goes into every engine,
+    where it joins one sequence that holds all blocks.
+
+    Args:
+        engines: Engines of the same model, whose weights may have different types; the first one prefills.
+    """
+
+    def __init__(self, engines: Sequence[LlamaCpp]) -> None:
+        self._engines = engines
+        self._block = engines[0].block
+        self._room = Room(engines[0], self._block, sequences=1)
+        self._filled = 0
+
+    def fill(self, ids: Sequence[int], on_progress: Callable[[int], None] | None = None) -> None:
+        """Have every engine stand behind `ids`, which begin with what an earlier call filled; steps are forgotten."""
+        for engine in self._engines:
+            engine.room.forget(_ALL, self._filled)
+        while self._filled < len(ids):
+            index = self._filled // self._block
+            start, end = index * self._block, min((index + 1) * self._block, len(ids))
+            if self._filled == start:
+                self._room.forget(_ALL)
+            while self._filled < end:
+                stop = min(end, self._filled + _RUN_TOKENS)
+                self._room.run(ids[self._filled : stop], self._filled, _ALL)
+                self._filled = stop
+                if on_progress is not None:
+                    on_progress(stop)
+            state = self._room.state(_ALL)
+            for engine in self._engines:
+                # a part of this block may be there from the last call, and must not be there twice
+                engine.room.forget(_ALL, start)
+                engine.room.restore(state, index + 1)
+        for engine in self._engines:
+            engine.position = len(ids)
+
+    def close(self) -> None:
+        """Give its memory back; the engines stay."""
+        self._room.close()
 
 
 def _type_name(api: Any, model: Any) -> str:
