@@ -123,7 +123,7 @@ def _evaluate(task: Recall, run: RunOptions, with_suggestion: bool) -> None:
     check_targets(run)
     loaded = load(run)
     samples = list_samples(task, loaded)
-    described = describe_recall(task, loaded, {"name": run.model, "rope_factor": run.rope_factor})
+    described = describe_recall(task, loaded, run.described_model())
     with open_results(run, described) as results:
         with share_progress("recall") as on_progress:
             run_recall(task, loaded, samples, results, on_progress)

@@ -28,6 +28,7 @@ class Opening:
     model: str
     config: QuestConfig
     dtype: str
+    weights: str
     rope_factor: float
     threads: int | None
     seed: int
@@ -51,6 +52,7 @@ class Opening:
                 self.model,
                 self.config,
                 dtype=self.dtype,
+                weights=self.weights,
                 rope_factor=self.rope_factor,
                 threads=self.threads,
                 compile=self.compile,

@@ -107,12 +107,13 @@ class Session:
         dtype: str,
         rope_factor: float,
         threads: int | None,
+        weights: str = "model",
         compile: bool = False,
     ) -> Session:
         """Load a model with the paged attention and start an empty conversation."""
         if threads is not None:
             torch.set_num_threads(threads)
-        loaded = load_model(model, dtype=dtype, rope_factor=rope_factor, attention="questkv")
+        loaded = load_model(model, dtype=dtype, rope_factor=rope_factor, attention="questkv", weights=weights)
         return cls(loaded.model, loaded.tokenizer, config, compile=compile)
 
     def compile_step(self) -> None:

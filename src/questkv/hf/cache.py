@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +153,33 @@ class QuestCache(Cache):
             IndexError: No such sequence.
         """
         return self.state.keys_values(layer, sequence)
+
+    def fill(self, keys_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Append tokens whose keys and values were computed elsewhere, to every layer at once; nothing is attended.
+
+        Args:
+            keys_values: For each of the model's layers, keys and values [B, Hkv, n, D] as attention sees them, after
+                the rotary embedding and without padding. They are copied into pages.
+
+        Raises:
+            UnsupportedError: The model has layers that aren't paged.
+            ValueError: Not one pair a layer, or pairs of different B or n; the cache is as it was.
+
+        Example:
+            >>> cache = QuestCache(model.config)
+            >>> cache.fill([(layer.keys, layer.values) for layer in dynamic_cache.layers])
+        """
+        if self._own_layers():
+            raise UnsupportedError(
+                f"[fill] keys_values: expected a model whose layers are all paged, got {len(self._own_layers())} of "
+                "another kind"
+            )
+        if len(keys_values) != len(self.layers):
+            raise ValueError(f"[fill] keys_values: expected {len(self.layers)} pairs, got {len(keys_values)}")
+        shapes = {(part.shape[0], part.shape[2]) for pair in keys_values for part in pair}
+        if len(shapes) != 1:
+            raise ValueError(f"[fill] keys_values: expected one B and n in all layers, got {sorted(shapes)}")
+        self.state.fill(dict(enumerate(keys_values)))
 
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[None]:

@@ -15,22 +15,35 @@ MOST_ROWS = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@contextmanager
-def fast_linear_layers(model: torch.nn.Module) -> Iterator[int]:
-    """Inside, plain linear layers on the CPU run `kernels.linear` where they get few rows, else PyTorch's as before.
+def make_linear_fast(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Let plain linear layers on the CPU run `kernels.linear` where they get few rows, else PyTorch's as before.
 
     On the CPU PyTorch reads the weights of a single token's matrix products several times slower than the memory gives
     them (docs/decode.md). Sums are float32 in both; only their order differs. Left alone are quantised layers, other
     classes, layers with a forward of their own or elsewhere than on the CPU, and all of them where the compiled module
     is missing.
 
-    Yields:
-        How many layers do so.
+    Args:
+        model: Any module; it may itself be a linear layer.
+
+    Returns:
+        The layers that do so.
     """
     chosen = [module for module in model.modules() if _is_plain(module)] if _has_native() else []
     # Another class, and not another forward: torch.compile knows a class again when the block is entered once more.
     for module in chosen:
         module.__class__ = _FastLinear
+    return chosen
+
+
+@contextmanager
+def fast_linear_layers(model: torch.nn.Module) -> Iterator[int]:
+    """`make_linear_fast` until the block ends.
+
+    Yields:
+        How many layers it chose.
+    """
+    chosen = make_linear_fast(model)
     try:
         yield len(chosen)
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +164,19 @@ class PagedState:
             raise CacheMismatchError(f"[keys_values] layer: expected a paged layer that holds tokens, got {layer}")
         keys, values = group.batch.keys_values(group.layers[layer], sequence)
         return keys.to(group.pool.geometry.dtype), values.to(group.pool.geometry.dtype)
+
+    def fill(self, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """See `QuestCache.fill`."""
+        for layer in self.paged_layers:
+            keys, values = layers[layer]
+            if layer == self.paged_layers[0]:
+                self._begin(keys, None)
+            group = self._group(layer, keys)
+            assert self._forward is not None
+            packed = self._forward.pack(keys), self._forward.pack(values)
+            group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
+            self._attended.add(layer)
+        self._commit()
 
     def settle(self) -> None:
         """Undo a forward that didn't reach the last paged layer."""
