@@ -170,7 +170,7 @@ class PagedState:
         for layer in self.paged_layers:
             keys, values = layers[layer]
             if layer == self.paged_layers[0]:
-                self._begin(keys, None)
+                self.begin(keys.shape[0], keys.shape[2], None)
             group = self._group(layer, keys)
             assert self._forward is not None
             packed = self._forward.pack(keys), self._forward.pack(values)
