@@ -9,7 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from interpreter import ask_for_interpreter
 from questkv.models import LoadedModel, load_model
+
+ask_for_interpreter()
 
 # No test depends on a time: shared machines are slow at random.
 settings.register_profile(

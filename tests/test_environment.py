@@ -11,7 +11,7 @@ import torch
 
 import questkv
 from questkv import environment
-from questkv.kernels import available_backends
+from questkv.kernels import native
 
 
 def test_versions_and_the_backend_that_auto_means() -> None:
@@ -20,7 +20,7 @@ def test_versions_and_the_backend_that_auto_means() -> None:
     assert found["torch"] == torch.__version__
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["threads"] == torch.get_num_threads()
-    assert found["backend"] == available_backends()[0]
+    assert found["backend"] == ("native" if native.is_built() else "reference")
 
 
 def test_the_reference_has_no_instruction_set() -> None:

@@ -17,8 +17,8 @@ from questkv.errors import ConfigError
 GROUP_RULES = ("mean", "softmax_mean", "per_head")
 BOX_DTYPES = ("int8", "model")
 KV_DTYPES = ("model", "int8")
-# Behind "auto", best first.
-BACKENDS = ("auto", "native", "reference")
+# Behind "auto", best first; the Triton backend is for GPUs.
+BACKENDS = ("auto", "native", "triton", "reference")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,15 +14,16 @@ def environment(backend: str) -> dict[str, Any]:
     """Versions and machine, for saving beside a result.
 
     Args:
-        backend: The one that was asked for; ``auto`` is resolved.
+        backend: The one that was asked for; ``auto`` is what it is on the CPU.
     """
     import torch
     import transformers
 
     from questkv import __version__
-    from questkv.kernels import available_backends, native
+    from questkv.kernels import native
+    from questkv.kernels.dispatch import automatic
 
-    used = available_backends()[0] if backend == "auto" else backend
+    used = automatic(torch.device("cpu")) if backend == "auto" else backend
     return {
         "questkv": __version__,
         "torch": torch.__version__,

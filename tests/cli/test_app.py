@@ -84,6 +84,7 @@ def test_info_lists_what_there_is(run: Run, tmp_path: Path, monkeypatch: pytest.
     values = json.loads(run("info", "--json", "-").stdout)
     assert values["questkv"] == __version__
     assert values["backends"]["reference"] == "available"
+    assert list(values["backends"]) == ["native", "triton", "reference"]
     assert values["model_cache"] == {"folder": str(tmp_path / "models"), "models": {"some-model": 100}}
     assert values["cpu"]["cores"] >= 1
     table = run("info")

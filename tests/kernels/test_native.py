@@ -46,13 +46,13 @@ def test_without_the_module_asking_for_native_says_how_to_install_it(not_built):
 
 
 def test_without_the_module_auto_is_the_reference(not_built):
-    assert available_backends() == ("reference",)
+    assert "native" not in available_backends()
     case = build_case(0, Shape(), [7])
     assert torch.equal(dense(*case.args, scale=1.0), dense(*case.args, scale=1.0, backend="reference"))
 
 
 def test_with_the_module_auto_is_native(monkeypatch):
-    assert available_backends() == ("native", "reference")
+    assert available_backends()[0] == "native"
     case = build_case(0, Shape(), [7])
     called = []
     monkeypatch.setattr(native, "dense", lambda q, *rest: called.append(q) or q)

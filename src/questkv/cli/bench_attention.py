@@ -41,7 +41,7 @@ def attention(
             help="Pages in the model's type, or in eight bits; then those in the model's type are timed beside them.",
         ),
     ] = DEFAULTS.kv_dtype,
-    backend: Annotated[str, typer.Option(help="auto, native or reference.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, native, triton or reference.")] = "auto",
     seconds: Annotated[float, typer.Option(min=0.1, help="Time to spend at each context.")] = 20.0,
     flex: Annotated[bool, typer.Option("--flex", help="Time flex_attention too; compiling it takes long.")] = False,
     threads: Threads = None,

