@@ -320,6 +320,16 @@ def read_candidate() -> Candidate:
     return Candidate("memory-read", lambda q, x: buffer.sum(), buffer.numel() * 4)
 
 
+def is_ours(name: str) -> bool:
+    """Whether a row is one of our steps or their parts."""
+    return name.startswith("questkv-") or name in PARTS
+
+
+def is_memory(name: str) -> bool:
+    """Whether a row says what the memory gives."""
+    return name.startswith("memory-")
+
+
 def summarise(rows: list[Row]) -> Iterator[dict[str, Any]]:
     """Per context: our sparse step over our dense one and the best other, and our dense step's share of bandwidth.
 
@@ -327,8 +337,8 @@ def summarise(rows: list[Row]) -> Iterator[dict[str, Any]]:
     """
     for context in dict.fromkeys(row.context for row in rows):
         by_name = {row.name: row for row in rows if row.context == context}
-        ours = (SPARSE, DENSE, SPARSE_MODEL, DENSE_MODEL, *PARTS, "memory-read")
-        best = min((row for name, row in by_name.items() if name not in ours), key=lambda row: row.median_ms)
+        others = (row for name, row in by_name.items() if not is_ours(name) and not is_memory(name))
+        best = min(others, key=lambda row: row.median_ms)
         line: dict[str, Any] = {
             "context": context,
             "best_peer": best.name,

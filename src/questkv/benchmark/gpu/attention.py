@@ -11,7 +11,18 @@ from typing import Any
 import torch
 
 from questkv import kernels
-from questkv.benchmark.attention import DENSE, PARTS, SPARSE, Attention, Candidate, Row, check, exact, token_mask
+from questkv.benchmark.attention import (
+    DENSE,
+    SPARSE,
+    Attention,
+    Candidate,
+    Row,
+    check,
+    exact,
+    is_memory,
+    is_ours,
+    token_mask,
+)
 from questkv.benchmark.gpu import peers
 from questkv.benchmark.gpu.machine import Machine, Run
 from questkv.benchmark.layers import Layer
@@ -161,7 +172,7 @@ class GpuAttention(Attention):
             try:
                 run = self.machine.capture(self._all_steps(candidate))
             except RuntimeError as failure:
-                if candidate.name in PARTS or candidate.name.startswith("questkv-"):
+                if is_ours(candidate.name):
                     raise
                 self._note(candidate.name, failure)
                 continue
@@ -172,7 +183,7 @@ class GpuAttention(Attention):
             if candidate.name in (SPARSE, DENSE)
         ]
         rows = [*self._turns(graphs, seconds, until), *self._turns(eager, seconds / 4, until)]
-        return sorted(rows, key=lambda row: row.name.startswith("memory-"))
+        return sorted(rows, key=lambda row: is_memory(row.name))
 
     def _all_steps(self, candidate: Candidate) -> Callable[[], list[Any]]:
         return lambda: [candidate.step(query, layer) for query, layer in self.turns]

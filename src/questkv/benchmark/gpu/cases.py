@@ -62,7 +62,7 @@ class Case:
     @property
     def scale(self) -> float:
         """Softmax scale."""
-        return self.head_dim**-0.5
+        return 1 / math.sqrt(self.head_dim)
 
 
 # The shapes that are timed come first: where time runs out, what is left unchecked isn't published either.
@@ -92,6 +92,8 @@ class Inputs:
 
     Attributes:
         case: The case.
+        device: Where everything lies.
+        backend: What the operators are called on.
         lengths: Tokens of every row: 1, S, S + 1, some pages, many pages.
         keys: Of every row [Hkv, L, D]; one key of the fourth row is NaN, in KV head 0.
         values: Of every row [Hkv, L, D].
@@ -107,8 +109,8 @@ class Inputs:
         last: The rows' last tokens, and the pages they seal.
     """
 
-    def __init__(self, case: Case, seed: int, device: torch.device) -> None:
-        self.case, self.device, self.seed = case, device, seed
+    def __init__(self, case: Case, seed: int, device: torch.device, backend: str = "triton") -> None:
+        self.case, self.device, self.backend = case, device, backend
         self._rng = random.Random(seed)
         size, longest = case.page_size, case.pages * case.page_size
         middle = self._rng.randint(longest // 6, longest // 4)
@@ -186,8 +188,10 @@ class Inputs:
         kind, poison = (torch.uint8, 200.0) if coded else (self.dtype, math.nan)
         int8 = case.box_dtype == "int8"
         box_kind, box_poison = (torch.int8, 99.0) if int8 else (self.dtype, math.nan)
+        keys = torch.full((*tokens, case.head_dim), poison, dtype=kind, device=self.device)
         return PageSegment(
-            *(torch.full((*tokens, case.head_dim), poison, dtype=kind, device=self.device) for _ in range(2)),
+            keys,
+            keys.clone(),
             torch.full((*tokens[:2], 2, case.head_dim), box_poison, dtype=box_kind, device=self.device),
             torch.full(tokens[:2], math.nan, device=self.device) if int8 else None,
             torch.full((*tokens, 2), math.nan, device=self.device) if coded else None,

@@ -11,7 +11,7 @@ from questkv import kernels
 from questkv.benchmark.gpu import formulas
 from questkv.benchmark.gpu.cases import RECENT_PAGES, SINK_PAGES, Inputs
 from questkv.benchmark.gpu.findings import Finding, finding
-from questkv.benchmark.gpu.operators import BACKEND, OPTIMISM, Results
+from questkv.benchmark.gpu.operators import OPTIMISM, Results
 from questkv.benchmark.gpu.stored import Stored, check_stored
 
 
@@ -84,13 +84,16 @@ def _pages_read(inputs: Inputs, selection: torch.Tensor, row: int) -> int:
     return int(pages.unflatten(0, (inputs.case.kv_heads, -1)).any(dim=1).sum())
 
 
-def check_select(device: torch.device, seed: int, widths: tuple[int, ...]) -> Iterator[Finding]:
+def check_select(
+    device: torch.device, seed: int, widths: tuple[int, ...], backend: str = "triton"
+) -> Iterator[Finding]:
     """`select` on scores of every kind: random, with many ties, all equal, with infinities and NaN.
 
     Args:
         device: Where.
         seed: Decides the scores.
         widths: Pages of the longest row.
+        backend: Whose.
     """
     generator = torch.Generator(device).manual_seed(seed)
     for width in widths:
@@ -104,7 +107,7 @@ def check_select(device: torch.device, seed: int, widths: tuple[int, ...]) -> It
         count = max(width // 8, 4)
         num_selected = torch.tensor([count, count, count, count, width], device=device)
         got = kernels.select(
-            scores, num_pages, num_selected, sink_pages=SINK_PAGES, recent_pages=RECENT_PAGES, backend=BACKEND
+            scores, num_pages, num_selected, sink_pages=SINK_PAGES, recent_pages=RECENT_PAGES, backend=backend
         )
         for row, pages in enumerate(num_pages.tolist()):
             kept = min(int(num_selected[row]), pages)

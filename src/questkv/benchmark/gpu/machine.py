@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -85,7 +86,7 @@ class CudaMachine:
             run()
             event.record()
         self.synchronize()
-        return [before.elapsed_time(after) for before, after in zip(events, events[1:], strict=False)]
+        return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
 
     def synchronize(self) -> None:
         """Wait for the device."""

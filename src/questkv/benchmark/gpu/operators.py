@@ -13,7 +13,6 @@ from questkv import kernels
 from questkv.benchmark.gpu.cases import RECENT_PAGES, SINK_PAGES, Inputs
 
 OPTIMISM = 0.5
-BACKEND = "triton"
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ def poisoned_outputs() -> Iterator[None]:
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            assert torch.utils.deterministic.fill_uninitialized_memory
             yield
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -59,23 +57,28 @@ def write_first(inputs: Inputs, entering: Callable[[str], None] = lambda operato
     """Every token but the last of each row, by `append` and `seal`."""
     first = inputs.first
     entering("append")
-    kernels.append(inputs.pages, first.slots, first.keys, first.values, backend=BACKEND)
+    kernels.append(inputs.pages, first.slots, first.keys, first.values, backend=inputs.backend)
     entering("seal")
-    kernels.seal(inputs.pages, first.sealed, first.into, backend=BACKEND)
+    kernels.seal(inputs.pages, first.sealed, first.into, backend=inputs.backend)
 
 
 def decode_step(
     inputs: Inputs, *, new: kernels.NewTokens | None = None, counts: torch.Tensor | None = None, row: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`decode` of all rows or of one alone: its output, and the pages that it read."""
-    rows = slice(None) if row is None else slice(row, row + 1)
-    chosen = (inputs.counts if counts is None else counts)[rows]
+    chosen = inputs.counts if counts is None else counts
+    rows = (inputs.q, inputs.page_table, inputs.row_lengths, chosen)
+    if row is not None:
+        # Copies: an address in the middle of a tensor would have other kernels compiled for it.
+        q, table, lengths, chosen = (tensor[row : row + 1].clone() for tensor in rows)
+    else:
+        q, table, lengths, chosen = rows
     pages_read = torch.empty_like(chosen)
     out = kernels.decode(
-        inputs.q[rows],
+        q,
         inputs.pages,
-        inputs.page_table[rows],
-        inputs.row_lengths[rows],
+        table,
+        lengths,
         chosen,
         scale=inputs.case.scale,
         optimism=OPTIMISM,
@@ -84,7 +87,7 @@ def decode_step(
         recent_pages=RECENT_PAGES,
         pages_read=pages_read,
         new=new,
-        backend=BACKEND,
+        backend=inputs.backend,
     )
     return out, pages_read
 
@@ -104,13 +107,13 @@ def call_operators(inputs: Inputs, entering: Callable[[str], None] = lambda oper
     entering("decode")
     stepped, pages_read = decode_step(inputs, new=inputs.last)
     entering("estimate")
-    scores = kernels.estimate(*rows, scale=case.scale, optimism=OPTIMISM, group=case.rule, backend=BACKEND)
+    scores = kernels.estimate(*rows, scale=case.scale, optimism=OPTIMISM, group=case.rule, backend=inputs.backend)
     entering("select")
-    selection = kernels.select(scores, sealed, inputs.counts, **forced, backend=BACKEND)
+    selection = kernels.select(scores, sealed, inputs.counts, **forced, backend=inputs.backend)
     entering("attend")
-    attended = kernels.attend(*rows, inputs.selection, scale=case.scale, backend=BACKEND)
+    attended = kernels.attend(*rows, inputs.selection, scale=case.scale, backend=inputs.backend)
     entering("dense")
-    everything = kernels.dense(*rows, scale=case.scale, backend=BACKEND)
+    everything = kernels.dense(*rows, scale=case.scale, backend=inputs.backend)
     entering("decode")
     whole, _ = decode_step(inputs, counts=sealed)
     alone = torch.cat([decode_step(inputs, row=row)[0] for row in range(len(inputs.lengths))])

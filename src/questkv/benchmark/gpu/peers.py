@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +34,9 @@ def available(
     """
     grouped = heads > layers[0].keys.shape[1]
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
-        yield f"torch-sdpa-{name}", lambda backend=backend: on_backend(peers.sdpa, backend)
+        yield f"torch-sdpa-{name}", partial(on_backend, peers.sdpa, backend)
         if grouped:
-            yield f"torch-sdpa-{name}-grouped", lambda backend=backend: on_backend(peers.sdpa_grouped, backend)
+            yield f"torch-sdpa-{name}-grouped", partial(on_backend, peers.sdpa_grouped, backend)
     yield "torch-matmul", lambda: peers.matmul
     if with_flex:
         yield "flex_attention", peers.flex

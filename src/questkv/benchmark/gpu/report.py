@@ -26,7 +26,7 @@ def summary(point: Point, rows: list[Row]) -> dict[str, Any]:
         graph.
     """
     by_name = {row.name: row for row in rows}
-    (line,) = summarise([row for row in rows if not row.name.endswith(EAGER) and row.name != "memory-copy"])
+    (line,) = summarise(rows)
     read, copy = by_name["memory-read"].gb_per_s, by_name["memory-copy"].gb_per_s
     over_dense, over_peer = line["speedup_over_dense"], line["speedup_over_best_peer"]
     return {
@@ -101,7 +101,6 @@ def plot(path: str, plan: Plan, results: dict[Point, list[Row]]) -> list[str]:
     for preset, shape, rows in grouped(results):
         file = Path(path)
         file = file.with_name(f"{file.stem}-{preset}-b{shape.batch}{file.suffix or '.png'}")
-        shown = [row for row in rows if row.name != "memory-copy"]
-        plot_attention(shown, str(file), title(shape, preset, plan))
+        plot_attention(rows, str(file), title(shape, preset, plan))
         files.append(str(file))
     return files

@@ -88,7 +88,8 @@ def check_stored(stored: Stored) -> Iterator[Finding]:
 def _pages_of(inputs: Inputs, row: int, tokens: list[torch.Tensor]) -> torch.Tensor:
     """[Hkv, n, S, D] float64 of the row's sealed pages."""
     size, sealed = inputs.case.page_size, inputs.sealed[row]
-    return tokens[row][:, : sealed * size].double().unflatten(1, (sealed, size))
+    pages: torch.Tensor = tokens[row][:, : sealed * size].double().unflatten(1, (sealed, size))
+    return pages
 
 
 def _boxes(stored: Stored, row: int) -> Finding:
