@@ -6,6 +6,8 @@ import dataclasses
 import importlib.util
 import json
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,22 +205,30 @@ def test_a_run_writes_rows_summaries_and_figures(tmp_path: Path, monkeypatch: py
     assert names == {file.name for file in tmp_path.glob("*.svg")}
 
 
-def test_points_without_memory_or_time_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_without_memory_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(point: Point) -> None:
         if point.preset == "llama3-8b":
             raise torch.OutOfMemoryError("no")
 
     rows_at_once(monkeypatch, out_of_memory)
-    machine = FakeMachine(free_bytes=20 * 10**9)  # the clock goes on by a second at each look
-    timings = Timings(machine, plan(contexts=(32768, 262144), batches=(1, 16)), lambda line: None)
-    timings.run(until=8.0, after=lambda: None)
-    assert [str(point) for point in timings.results] == [
-        "llama2-7b, 32,768 tokens, batch 1",
-        "llama2-7b, 262,144 tokens, batch 1",
+    machine = FakeMachine(free_bytes=20 * 10**9)
+    timings = Timings(machine, plan(contexts=(32768, 262144), batches=(16,)), lambda line: None)
+    timings.run(until=1e9, after=lambda: None)
+    assert [str(point) for point in timings.results] == ["llama2-7b, 32,768 tokens, batch 16"]
+    assert timings.notes == [
+        "llama3-8b, 32,768 tokens, batch 16: not timed: memory ran out",
+        "llama2-7b, 262,144 tokens, batch 16: not timed: no memory",
+        "llama3-8b, 262,144 tokens, batch 16: not timed: no memory",
     ]
-    assert timings.notes[0] == "llama3-8b, 32,768 tokens, batch 1: not timed: memory ran out"
-    assert "llama2-7b, 262,144 tokens, batch 16: not timed: no memory" in timings.notes
-    assert timings.notes[-1] == "llama3-8b, 262,144 tokens, batch 16: not timed: no time"
+
+
+def test_points_without_time_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_at_once(monkeypatch)
+    timings = Timings(FakeMachine(free_bytes=10**12), plan(), lambda line: None)
+    # The clock goes on by a second at each look, so every point takes one, and the fourth starts at 6.
+    timings.run(until=7.0, after=lambda: None)
+    assert len(timings.results) == 3
+    assert [note.endswith("not timed: no time") for note in timings.notes] == [True] * 5
 
 
 def test_a_wrong_step_makes_the_run_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,3 +274,11 @@ def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureF
         main(arguments)
     assert ended.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+def test_a_run_that_hangs_is_ended() -> None:
+    hang = "threading.Event().wait()"
+    code = f"import runpy, threading; runpy.run_path({str(SCRIPT)!r})['stop_at'](0.0, ['right   select']); {hang}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "stopped after 0 s, behind: right   select\n"
