@@ -2,7 +2,7 @@
 
     python benchmarks/triton_resources.py                          # every kernel for sm_80 and sm_90, as a table
     python benchmarks/triton_resources.py --write docs/triton.md   # the same, into the page that explains it
-    python benchmarks/triton_resources.py --json - --only G=8      # some, as JSON
+    python benchmarks/triton_resources.py --json - --quick         # a few layers that need every kernel, as JSON
 
 The operators are called with small tensors, and what they would launch is compiled for each architecture instead: the
 same specialisation, block sizes and options as on a GPU. `cuobjdump`, which comes with Triton, reports on the result.
@@ -81,6 +81,8 @@ LAYERS = (
     Layer("fp32", 128, 8, 4, rule="per_head"),
     Layer("fp32", 256, 1, 4, segments=2, coded=True),
 )
+# Between them they launch every kernel, in every type and with every option.
+QUICK = (LAYERS[0], LAYERS[2], LAYERS[4], LAYERS[8], LAYERS[9], LAYERS[11], LAYERS[14])
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Resources:
     """One compiled kernel: registers a thread, bytes of spilled registers a thread and of shared memory a program."""
 
     kernel: str
+    variant: str
     layer: str
     arch: int
     warps: int
@@ -162,8 +165,8 @@ def recorded(launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]], arch: 
         JITFunction.run, attend.architecture = run, architecture
 
 
-def sources(layer: Layer, arch: int) -> Iterator[tuple[str, Callable[[], Any], int, int]]:
-    """Name, a call that compiles it, warps and stages of every kernel that a layer's operators launch."""
+def sources(layer: Layer, arch: int) -> Iterator[tuple[str, str, Callable[[], Any], int, int]]:
+    """Name, variant, a call that compiles it, warps and stages of every kernel that a layer's operators launch."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.compiler import compile as compile_kernel
@@ -182,7 +185,8 @@ def sources(layer: Layer, arch: int) -> Iterator[tuple[str, Callable[[], Any], i
         options, signature, constants, attributes = packed
         source = ASTSource(kernel, signature, constants, attributes)
         call = partial(compile_kernel, source, target=target, options=options.__dict__)
-        yield kernel.fn.__name__, call, options.num_warps, options.num_stages
+        variant = "" if "LISTED" not in kwargs else "sparse" if kwargs["LISTED"] else "dense"
+        yield kernel.fn.__name__, variant, call, options.num_warps, options.num_stages
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -202,41 +206,44 @@ def usage(cubin: bytes) -> tuple[int, int]:
     return found["REG"], found["STACK"] + found["LOCAL"]
 
 
-def compile_all(layers: list[Layer]) -> list[Resources]:
+def compile_all(layers: tuple[Layer, ...]) -> list[Resources]:
     """Every kernel that the layers' operators launch, the same one of a layer only once."""
     todo = [(layer, arch, *kernel) for layer in layers for arch in ARCHITECTURES for kernel in sources(layer, arch)]
     # The compiler gives up Python's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = list(pool.map(lambda one: one[3](), todo))
+        compiled = list(pool.map(lambda one: one[4](), todo))
     results: dict[str, Resources] = {}
-    for (layer, arch, name, _, warps, stages), kernel in zip(todo, compiled, strict=True):
-        registers, spilled = usage(kernel.asm["cubin"])
-        found = Resources(name, str(layer), arch, warps, stages, registers, spilled, kernel.metadata.shared)
+    for (layer, arch, name, variant, _, warps, stages), kernel in zip(todo, compiled, strict=True):
+        used = (*usage(kernel.asm["cubin"]), kernel.metadata.shared)
+        found = Resources(name, variant, str(layer), arch, warps, stages, *used)
         results.setdefault(f"{layer} {kernel.hash}", found)
     return list(results.values())
 
 
 def table(results: list[Resources]) -> str:
-    """Markdown: for every kernel and layer the two architectures side by side."""
+    """Markdown, the architectures side by side: attend and estimate for every layer, of the others what needs most."""
     lines = [
         "| kernel | layer | warps | registers | spilled | shared KiB | occupancy |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
-    rows: dict[tuple[str, str], dict[int, list[Resources]]] = {}
+    rows: dict[tuple[str, str], list[list[Resources]]] = {}
     for found in results:
-        rows.setdefault((found.kernel, found.layer), {}).setdefault(found.arch, []).append(found)
+        each = found.kernel in ("attend_part", "score_pages")
+        key = (f"{found.kernel} {found.variant}".strip(), found.layer) if each else (found.kernel, "")
+        by_arch = rows.setdefault(key, [[] for _ in ARCHITECTURES])
+        by_arch[ARCHITECTURES.index(found.arch)].append(found)
     for (kernel, layer), by_arch in sorted(rows.items()):
-        for one in zip(*by_arch.values(), strict=True):
-            cells = [
-                " / ".join(str(value) for value in values)
-                for values in (
-                    [r.registers for r in one],
-                    [r.spilled for r in one],
-                    [f"{r.shared / 1024:.1f}" for r in one],
-                    [f"{r.occupancy:.0%}" for r in one],
-                )
-            ]
-            lines.append(f"| {kernel} | {layer} | {one[0].warps} | {' | '.join(cells)} |")
+        worst = [max(some, key=lambda found: (found.spilled, found.registers)) for some in by_arch]
+        cells = [
+            " / ".join(cell)
+            for cell in (
+                [str(found.registers) for found in worst],
+                [str(found.spilled) for found in worst],
+                [f"{found.shared / 1024:.1f}" for found in worst],
+                [f"{found.occupancy:.0%}" for found in worst],
+            )
+        ]
+        lines.append(f"| {kernel} | {layer or 'the one that needs most'} | {worst[0].warps} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -248,12 +255,13 @@ def write_into(page: Path, text: str) -> None:
 
 
 def main() -> int:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="layers whose name holds this text")
+    parser.add_argument("--quick", action="store_true", help="a few layers that launch every kernel")
     parser.add_argument("--write", type=Path, help="a Markdown page with the two marks")
     parser.add_argument("--json", help="a file, or - for standard output")
     arguments = parser.parse_args()
-    results = compile_all([layer for layer in LAYERS if arguments.only in str(layer)])
+    results = compile_all(QUICK if arguments.quick else LAYERS)
     if arguments.json:
         text = json.dumps([asdict(found) | {"fits": found.fits} for found in results], indent=2)
         if arguments.json == "-":

@@ -8,13 +8,15 @@ import os
 import torch
 
 
-def ask_for_interpreter() -> bool:
-    """Have Triton interpret kernels if there is no GPU; False if it isn't installed."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    if not torch.cuda.is_available():
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def ask_for_interpreter() -> None:
+    """Have Triton interpret kernels if there is no GPU."""
+    if has_triton() and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-    return True
 
 
 def patch_once() -> None:

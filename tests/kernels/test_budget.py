@@ -11,7 +11,7 @@ from kernels.cases import GROUP_RULES
 from questkv import QuestConfig
 from questkv.kernels import Pages, PageSegment, decode, dense, seal, select
 
-pytestmark = pytest.mark.usefixtures("every_backend")
+pytestmark = pytest.mark.usefixtures("every_fast_backend")
 
 LENGTHS = range(1, 301)
 

@@ -13,7 +13,7 @@ from kernels.cases import DTYPES, Case, Shape, build_case, case_arguments, read_
 from kernels.formulas import attention
 from questkv.kernels import dense, prefill
 
-pytestmark = pytest.mark.usefixtures("every_backend")
+pytestmark = pytest.mark.usefixtures("every_fast_backend")
 
 
 def _assert_is_causal_attention(case: Case, q: torch.Tensor, softcap=None, sinks=None):

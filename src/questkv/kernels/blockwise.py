@@ -1,6 +1,6 @@
 """Attention of a block of new tokens, and the softmax that it shares with single rows, in PyTorch.
 
-The backends on the CPU share it: a block of a prompt is bound by arithmetic, which PyTorch's own kernels do well.
+The backends share it: a block of a prompt is bound by arithmetic, which PyTorch's own kernels do well.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from questkv.kernels.triton.arithmetic import widen
 from questkv.kernels.triton.language import cdiv, jit, next_power_of_2, tl
 from questkv.kernels.triton.launch import on
 from questkv.kernels.triton.shares import share_pages
-from questkv.kernels.triton.storage import BOXES, SCALES, place_of, segment_of, storage_of
+from questkv.kernels.triton.storage import BOXES, SCALES, place_of, row_of, storage_of
 from questkv.kernels.triton.tuning import estimate_blocks
 from questkv.kernels.types import Pages
 
@@ -55,13 +55,13 @@ def scores_of(
             page_table,
             lengths,
             lengths if num_selected is None else num_selected,
+            storage.segment_of,
             storage.table,
             *storage.bases[4:6],
             scores,
             scale,
             optimism,
             width,
-            storage.num_segments,
             kv_heads,
             S=pages.page_size,
             D=dim,
@@ -70,7 +70,7 @@ def scores_of(
             BLOCK_P=blocks.pages,
             EACH_HEAD=group != "mean",
             INT8=storage.int8_boxes,
-            SEGMENTED=storage.num_segments > 1,
+            SEGMENTED=len(storage.table) > 1,
             FOR_SELECT=num_selected is not None,
             UNIT=storage.box_unit,
             num_warps=blocks.warps,
@@ -80,12 +80,13 @@ def scores_of(
     return scores
 
 
-@jit(do_not_specialize=["table_width", "num_segments", "kv_heads"])
+@jit(do_not_specialize=["table_width", "kv_heads"])
 def score_pages(
     p_q,
     p_page_table,
     p_lengths,
     p_num_selected,
+    p_segment_of,
     p_table,
     p_boxes,
     p_scales,
@@ -93,7 +94,6 @@ def score_pages(
     scale,
     optimism,
     table_width,
-    num_segments,
     kv_heads,
     S: tl.constexpr,
     D: tl.constexpr,
@@ -119,7 +119,7 @@ def score_pages(
     m_p = o_p < sealed
     m_box = m_p[:, None] & (o_d < D)[None, :]
     page = tl.load(p_page_table + i_r * table_width + o_p, mask=m_p, other=0)  # [BLOCK_P]
-    p_row = segment_of(page, p_table, num_segments, SEGMENTED)
+    p_row = row_of(page, p_segment_of, p_table, SEGMENTED)
     place = place_of(page, i_h, p_row)
     o_box = tl.multiple_of(tl.load(p_row + BOXES) + place * (2 * D), UNIT)
     p_box = p_boxes + o_box[:, None] + o_d[None, :]

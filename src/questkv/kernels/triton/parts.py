@@ -21,13 +21,13 @@ from questkv.kernels.triton.storage import (
     VALUE_SCALES,
     VALUES,
     place_of,
-    segment_of,
+    row_of,
 )
 
 PIECE_D = constant(64)  # channels of a piece of a coded key
 
 
-@jit(do_not_specialize=["table_width", "list_width", "num_segments", "kv_heads"])
+@jit(do_not_specialize=["table_width", "list_width", "kv_heads"])
 def attend_part(
     p_q,
     p_page_table,
@@ -36,6 +36,7 @@ def attend_part(
     p_list_counts,
     p_lists,
     p_members,
+    p_segment_of,
     p_table,
     p_keys,
     p_values,
@@ -51,7 +52,6 @@ def attend_part(
     softcap,
     table_width,
     list_width,
-    num_segments,
     kv_heads,
     S: tl.constexpr,
     D: tl.constexpr,
@@ -110,7 +110,7 @@ def attend_part(
             p_list = p_lists + (i_r * kv_heads + i_h) * list_width + i_page
             logical = tl.where(m_list, tl.load(p_list, mask=m_list, other=0).to(tl.int32), logical)
         page = tl.load(p_page_table + i_r * table_width + logical, mask=m_t, other=0)  # [BLOCK_T]
-        p_row = segment_of(page, p_table, num_segments, SEGMENTED)
+        p_row = row_of(page, p_segment_of, p_table, SEGMENTED)
         place = place_of(page, i_h, p_row)
         o_token = place * S + slot  # [BLOCK_T] (KV head, page, slot) of the segment
         m_plain = m_t

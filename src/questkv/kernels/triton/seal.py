@@ -14,7 +14,7 @@ from questkv.kernels.triton.storage import (
     VALUE_SCALES,
     VALUES,
     place_of,
-    segment_of,
+    row_of,
     storage_of,
 )
 from questkv.kernels.triton.tuning import seal_blocks
@@ -38,24 +38,25 @@ def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None)
         seal_pages[(len(page_ids), pages.num_kv_heads)](
             page_ids,
             page_ids if into is None else into.contiguous(),
+            storage.segment_of,
             storage.table,
             *storage.bases,
-            storage.num_segments,
             S=pages.page_size,
             D=dim,
             BLOCK_D=next_power_of_2(dim),
             BLOCK_S=blocks.tokens,
             INT8=storage.int8_boxes,
             INTO=into is not None,
-            SEGMENTED=storage.num_segments > 1,
+            SEGMENTED=len(storage.table) > 1,
             num_warps=blocks.warps,
         )
 
 
-@jit(do_not_specialize=["num_segments"])
+@jit
 def seal_pages(
     p_page_ids,
     p_into,
+    p_segment_of,
     p_table,
     p_keys,
     p_values,
@@ -64,7 +65,6 @@ def seal_pages(
     p_boxes,
     p_scales,
     p_value_scales,
-    num_segments,
     S: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -79,7 +79,7 @@ def seal_pages(
     page = tl.load(p_page_ids + i_page)
     if page < 0:
         return
-    p_row = segment_of(page, p_table, num_segments, SEGMENTED)
+    p_row = row_of(page, p_segment_of, p_table, SEGMENTED)
     o_page = place_of(page, i_h, p_row) * S * D
     p_key = p_keys + tl.load(p_row + KEYS) + o_page
     o_d = tl.arange(0, BLOCK_D)
@@ -90,7 +90,7 @@ def seal_pages(
     target = page
     if INTO:
         target = tl.load(p_into + i_page)
-        p_to = segment_of(target, p_table, num_segments, SEGMENTED)
+        p_to = row_of(target, p_segment_of, p_table, SEGMENTED)
     o_target = place_of(target, i_h, p_to)
     p_box = p_boxes + tl.load(p_to + BOXES) + o_target * 2 * D + o_d
     if not INT8:

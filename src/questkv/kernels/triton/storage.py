@@ -30,7 +30,7 @@ class Storage:
 
     Attributes:
         table: [segments, 8] int64 on the layer's device.
-        num_segments: Rows of the table.
+        segment_of: [pages] int32, the table's row of every physical page.
         bases: Tensors whose address the table's offsets start from: keys, values, keys and values of coded pages,
             boxes, scales, value_scales. Where a layer has none of a kind, some other tensor that nothing reads.
         has_codes: Whether any segment is coded.
@@ -40,7 +40,7 @@ class Storage:
     """
 
     table: torch.Tensor
-    num_segments: int
+    segment_of: torch.Tensor
     bases: tuple[torch.Tensor, ...]
     has_codes: bool
     int8_boxes: bool
@@ -72,10 +72,11 @@ def _storage(pages: Pages) -> Storage:
         first.keys if coded is None or coded.value_scales is None else coded.value_scales,
     )
     rows = [_row(segment, start, bases) for segment, start in zip(pages.segments, pages.starts, strict=False)]
+    sizes = [segment.keys.shape[1] for segment in pages.segments]
     tokens = [tensor for segment in pages.segments for tensor in (segment.keys, segment.values)]
     return Storage(
         table=torch.tensor(rows, dtype=torch.int64).to(pages.device),
-        num_segments=len(rows),
+        segment_of=torch.repeat_interleave(torch.tensor(sizes)).to(pages.device, torch.int32),
         bases=bases,
         has_codes=coded is not None,
         int8_boxes=first.scales is not None,
@@ -109,14 +110,14 @@ def _unit(tensor: torch.Tensor) -> int:
 
 
 @jit
-def segment_of(page, p_table, num_segments, SEGMENTED: tl.constexpr):
-    """Addresses of the table's rows of physical pages; one for all where there is one segment."""
+def row_of(page, p_segment_of, p_table, SEGMENTED: tl.constexpr):
+    """Addresses of the table's rows of physical pages; one for all where there is one segment.
+
+    Looked up, not searched for: a loop in a loop would keep the compiler from fetching the outer one's tiles ahead.
+    """
     p_row = p_table
     if SEGMENTED:
-        i_segment = page * 0
-        for i in range(1, num_segments):
-            i_segment += (page >= tl.load(p_table + i * FIELDS)).to(tl.int64)
-        p_row = p_table + i_segment * FIELDS
+        p_row = p_table + tl.load(p_segment_of + page) * FIELDS
     return p_row
 
 
