@@ -12,7 +12,7 @@ from questkv.kernels.types import NewTokens, Pages
 class DecodeStep:
     """What the layers of one geometry share in a decode step: `decode` for each of them, without checking it again.
 
-    The tensors must not change while the step is used.
+    The tensors must not change while the step is used. `page_table` and `lengths` can be read again.
 
     Args:
         pages: The pages of one of the layers; those of the others have the same segments, in memory of their own.
@@ -43,7 +43,8 @@ class DecodeStep:
         checks.check_slots("decode", slots, pages)
         checks.check_sealed("decode", "sealed", sealed, into, pages)
         self._layout = pages.layout
-        self._rows = page_table, lengths
+        self.page_table = page_table
+        self.lengths = lengths
         self._new = slots, sealed, into
         self._backend = dispatch.resolve(backend, pages.device)
         self._budgets: list[torch.Tensor] = []
@@ -73,7 +74,7 @@ class DecodeStep:
         """
         if pages.layout != self._layout:
             raise ValueError(f"[decode] pages: expected the layout that the step was made for, got {pages.layout}")
-        page_table, lengths = self._rows
+        lengths = self.lengths
         slots, sealed, into = self._new
         # Sizes by `shape`: len() of a tensor costs ten times as much.
         rows = lengths.shape[0]
@@ -94,7 +95,7 @@ class DecodeStep:
         out: torch.Tensor = self._backend.decode(
             q,
             pages,
-            page_table,
+            self.page_table,
             lengths,
             num_selected,
             scale,
