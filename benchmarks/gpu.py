@@ -125,6 +125,8 @@ def run_on_gpu(options: argparse.Namespace) -> int:
     machine = CudaMachine()
     resolve("triton", machine.device)
     console = Console(stderr=options.json == "-")
+    # Names are long, and a file has no width.
+    console.width = max(console.width, 110)
     said: list[str] = []
 
     def say(what: object) -> None:

@@ -42,9 +42,9 @@ def test_the_reference_is_right_on_every_case() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton isn't installed")
 def test_the_kernels_are_right_under_the_interpreter() -> None:
     patch_once()
-    checks = check(TINY, "triton", seed=1)
+    checks = check(tuple(dataclasses.replace(case, pages=10) for case in TINY[:3]), "triton", seed=1)
     assert checks.wrong == []
-    assert len(checks.done) == 1 + len(TINY)
+    assert len(checks.done) == 4
 
 
 def test_the_cases_hold_what_the_kernels_must_handle() -> None:

@@ -238,7 +238,9 @@ def test_a_wrong_step_makes_the_run_fail(monkeypatch: pytest.MonkeyPatch) -> Non
     rows_at_once(monkeypatch, disagree)
     said: list[object] = []
     assert run(plan(), FakeMachine(10**12), (), said.append, started=0.0, widths=()) == 1
-    assert said[-1] == "WRONG   [bench] questkv-sparse: expected x, got y"
+    assert said[-1] == (
+        "WRONG   llama2-7b, 32,768 tokens, batch 1: DisagreementError: [bench] questkv-sparse: expected x, got y"
+    )
 
 
 @needs_triton

@@ -28,14 +28,19 @@ def attention_table(rows: Sequence[Row], title: str) -> Table:
             table.add_row(
                 f"{row.context:,}" if row is here[0] else "",
                 f"  {row.name}" if part else row.name,
-                f"{row.median_ms:.3f}",
-                f"{row.min_ms:.3f}",
+                _milliseconds(row.median_ms),
+                _milliseconds(row.min_ms),
                 f"{row.gb_per_s:.1f}",
                 "" if part or memory or row is sparse else f"{row.median_ms / sparse.median_ms:.2f}x",
                 "" if part or memory else f"{row.max_error:.1e}",
             )
         table.add_section()
     return table
+
+
+def _milliseconds(value: float) -> str:
+    """Three decimals, of short times a fourth: a GPU's steps take some hundredths."""
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.4f}"
 
 
 def require_matplotlib() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from questkv.benchmark.attention import DisagreementError, Row
+from questkv.benchmark.attention import Row
 from questkv.benchmark.gpu import report
 from questkv.benchmark.gpu.attention import GpuAttention, layers_that_fit
 from questkv.benchmark.gpu.cases import Case, Inputs
@@ -64,8 +64,7 @@ class Checks:
                     found = list(check())
             # Whatever a kernel dies of is what was looked for.
             except Exception as failure:
-                lines = str(failure).strip().splitlines() or [""]
-                self._report(name, f"{self._operator}: failed: {type(failure).__name__}: {lines[0][:300]}")
+                self._report(name, f"{self._operator}: failed: {_one_line(failure)}")
                 continue
             for one in found:
                 if not one.ok:
@@ -97,6 +96,11 @@ class Checks:
         return {"checked": self.done, "not_checked": self.left, "wrong": self.wrong}
 
 
+def _one_line(failure: Exception) -> str:
+    lines = str(failure).strip().splitlines() or [""]
+    return f"{type(failure).__name__}: {lines[0][:300]}"
+
+
 def _largest(found: list[Finding]) -> str:
     """The largest share of what an output may differ that one did."""
     shares = [one.error / one.allowed for one in found if one.kernel in ("attend", "decode", "dense") and one.allowed]
@@ -109,23 +113,27 @@ class Timings:
     Attributes:
         results: Rows of every point.
         notes: What was left out, and why.
+        at: The point that is timed.
     """
 
     def __init__(self, machine: Machine, plan: Plan, say: Say) -> None:
         self.machine, self.plan, self.say = machine, plan, say
         self.results: dict[Point, list[Row]] = {}
         self.notes: list[str] = []
+        self.at: Point | None = None
         self._spent: list[float] = []
+        self._said: set[str] = set()
 
     def run(self, until: float, after: Callable[[], None]) -> None:
         """Time the points in order; `after` is called behind each.
 
         Raises:
             DisagreementError: One of our results is wrong.
+            RuntimeError: One of our kernels failed.
         """
         flex = set(self.plan.presets) if self.plan.with_flex else set()
         for point in self.plan.points():
-            started = self.machine.now()
+            self.at, started = point, self.machine.now()
             # The points before tell how long one takes; the first of each preset compiles flex_attention.
             if started + 1.5 * max(self._spent[-3:], default=0.0) > until:
                 self._note(f"{point}: not timed: no time")
@@ -151,7 +159,11 @@ class Timings:
         )
         rows = measured.measure_until(_SECONDS_A_POINT, until)
         for note in measured.notes:
-            self._note(f"{point}: {note}")
+            self.notes.append(f"{point}: {note}")
+            # The same one at every point is said once.
+            if note not in self._said:
+                self.say(self.notes[-1])
+            self._said.add(note)
         return rows
 
     def _note(self, note: str) -> None:
@@ -201,8 +213,9 @@ def run(
         try:
             with torch.inference_mode():
                 timings.run(started + plan.seconds, write)
-        except DisagreementError as wrong:
-            say(f"WRONG   {wrong}")
+        # A wrong result, or whatever a kernel dies of: both are what this looks for.
+        except Exception as failure:
+            say(f"WRONG   {timings.at}: {_one_line(failure)}")
             failed = True
     for preset, shape, rows in report.grouped(timings.results):
         say(attention_table(rows, report.title(shape, preset, plan)))
