@@ -72,3 +72,15 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
         LlamaCpp(None, file, tokens=32, block=BLOCK, threads=1)
     with pytest.raises(ModelError, match=r"llama\.cpp can't write it in float32"):
         convert(file, torch.float32, tmp_path)
+
+
+def test_one_block_is_a_prefill_bit_for_bit_also_with_a_stretched_context(file: Path) -> None:
+    ids = torch.randint(2, 30, (61,)).tolist()
+    engine, plain = (LlamaCpp("llama.cpp", file, tokens=64, block=BLOCK, threads=1, rope_factor=2.0) for _ in range(2))
+    filler = Filler([engine])
+    filler.fill(ids[:60])
+    plain.room.run(ids[:60], 0, 0)
+    plain.position = 60
+    assert torch.equal(engine.step(ids[60]), plain.step(ids[60]))
+    for held in (filler, engine, plain):
+        held.close()

@@ -83,6 +83,8 @@ class LlamaCpp:
         if not self.model:
             raise ModelError(f"model {file}: llama.cpp can't load it")
         self.name = name or f"{NAME}:{_type_name(llama_cpp, self.model)}"
+        # asked for once: a context that YaRN stretches changes the model's answer
+        self.trained_tokens: int = llama_cpp.llama_model_n_ctx_train(self.model)
         self.block, self.threads, self.rope_factor = block, threads, rope_factor
         self.room = Room(self, tokens, sequences=-(-tokens // block) + 1)
         self._vocabulary: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
@@ -133,7 +135,7 @@ class Room:
         if engine.rope_factor > 1:
             parameters.rope_scaling_type = llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN
             parameters.rope_freq_scale = 1 / engine.rope_factor
-            parameters.yarn_orig_ctx = llama_cpp.llama_model_n_ctx_train(engine.model)
+            parameters.yarn_orig_ctx = engine.trained_tokens
             parameters.yarn_ext_factor = 1.0
         self.context = llama_cpp.llama_init_from_model(engine.model, parameters)
         if not self.context:
