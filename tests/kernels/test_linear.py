@@ -35,7 +35,7 @@ def tolerance(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     biased=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_it_is_the_product_of_float64(every_backend, rows, outputs, channels, dtype, biased, seed):
+def test_it_is_the_product_of_float64(every_fast_backend, rows, outputs, channels, dtype, biased, seed):
     gen = torch.Generator().manual_seed(seed)
     x, weight, bias = (
         torch.randn(shape, generator=gen).to(dtype) for shape in ((rows, channels), (outputs, channels), (outputs,))
@@ -57,20 +57,20 @@ def test_a_row_depends_neither_on_its_batch_nor_on_the_threads(every_native, dty
     assert torch.equal(linear(x, weight), alone)
 
 
-def test_rows_may_have_any_leading_shape(every_backend):
+def test_rows_may_have_any_leading_shape(every_fast_backend):
     x, weight = torch.randn(2, 1, 3, 20), torch.randn(5, 20)
     assert torch.equal(linear(x, weight), linear(x.view(6, 20), weight).view(2, 1, 3, 5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_lies_behind_the_weights_is_not_read(every_backend, dtype):
+def test_what_lies_behind_the_weights_is_not_read(every_fast_backend, dtype):
     store = torch.full((19 * 37 + 64,), math.nan, dtype=dtype)
     weight = store[: 19 * 37].view(19, 37)
     weight.copy_(torch.randn(19, 37))
     assert bool(linear(torch.randn(3, 37).to(dtype), weight).isfinite().all())
 
 
-def test_nan_and_infinity_reach_their_own_outputs_only(every_backend):
+def test_nan_and_infinity_reach_their_own_outputs_only(every_fast_backend):
     x, weight = torch.randn(1, 40), torch.randn(50, 40)
     weight[7, 39], weight[20, 0] = math.nan, math.inf
     got = linear(x, weight)[0]
@@ -93,7 +93,7 @@ def test_nan_and_infinity_reach_their_own_outputs_only(every_backend):
         ({"weight": torch.zeros(8, 4).T}, ValueError, "x, weight: expected contiguous tensors"),
     ],
 )
-def test_bad_input_is_named(every_backend, change, error, message):
+def test_bad_input_is_named(every_fast_backend, change, error, message):
     arguments = {"x": torch.zeros(2, 8), "weight": torch.zeros(4, 8), "bias": None} | change
     with pytest.raises(error) as raised:
         linear(**arguments)
