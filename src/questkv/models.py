@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("model", "int8", "int4")
 _PARTIAL = ".partial-"
 _STALE_AFTER_S = 24 * 3600
 
@@ -67,8 +68,12 @@ def load_model(
     rope_factor: float = 1.0,
     attention: str | None = None,
     device: str | None = None,
+    weights: str = "model",
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
+
+    A checkpoint that is quantised already (GPTQ, AWQ and others) is loaded as transformers loads it, which needs the
+    package and often the GPU that its method needs.
 
     Args:
         name: An alias (`ALIASES`), a ``.gguf`` file, a local model folder, or a Hugging Face hub id.
@@ -76,23 +81,32 @@ def load_model(
         rope_factor: Stretch the context this many times with YaRN; 1 leaves the model as it is.
         attention: Name of a registered attention function; None is transformers' choice.
         device: A torch device; None is the GPU where there is one, else the CPU.
+        weights: ``model`` for weights of `dtype`, or ``int8`` or ``int4``: see `questkv.weights.lighten`.
 
     Raises:
-        ConfigError: `dtype` or `rope_factor` holds an impossible value.
+        ConfigError: `dtype`, `rope_factor` or `weights` holds an impossible value.
         ModelError: The model can't be found, read or used.
         MissingPackageError: A package is needed; the message holds the command that installs it.
-        UnsupportedError: `rope_factor` on a model whose rotary embedding can't be stretched.
+        UnsupportedError: `rope_factor` on a model whose rotary embedding can't be stretched, or `weights` on a GPU or
+            a checkpoint that is quantised already.
     """
     import torch
 
+    if weights not in WEIGHTS:
+        raise ConfigError(f"[load_model] weights: expected one of {', '.join(WEIGHTS)}, got {weights}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch_dtype = pick_dtype(dtype, device)
     source = find_model(name)
     if isinstance(source, Path) and source.suffix.lower() == ".gguf":
         loaded = _load_gguf(source, torch_dtype, rope_factor, attention)
     else:
-        loaded = _load_folder(str(source), torch_dtype, rope_factor, attention)
-    return LoadedModel(loaded.model.to(device).eval(), loaded.tokenizer)
+        loaded = _load_folder(str(source), torch_dtype, rope_factor, attention, device)
+    model = loaded.model.eval() if _is_quantised(loaded.model.config) else loaded.model.to(device).eval()
+    if weights != "model":
+        from questkv.weights import lighten
+
+        lighten(model, weights)
+    return LoadedModel(model, loaded.tokenizer)
 
 
 def find_model(name: str) -> Path | str:
@@ -192,7 +206,9 @@ def _embedded_file(alias: str) -> Path:
     raise MissingPackageError(f"model {alias}: its weights are not installed; run: {embedded.install}")
 
 
-def _load_folder(name: str, dtype: torch.dtype, rope_factor: float, attention: str | None) -> LoadedModel:
+def _load_folder(
+    name: str, dtype: torch.dtype, rope_factor: float, attention: str | None, device: str = "cpu"
+) -> LoadedModel:
     """Load a model folder or a hub id through transformers' own `from_pretrained`."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -201,11 +217,18 @@ def _load_folder(name: str, dtype: torch.dtype, rope_factor: float, attention: s
         config = AutoConfig.from_pretrained(name)
         stretch_context(config, rope_factor)
         tokenizer = AutoTokenizer.from_pretrained(name)
+        # quantised layers choose their kernels where they are loaded, and some can't be moved
+        place = {"device_map": device} if _is_quantised(config) and not device.startswith("cpu") else {}
         model, info = auto_model.from_pretrained(
-            name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
+            name, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True, **place
         )
         _refuse_missing_weights(name, info)
     return LoadedModel(model, tokenizer)
+
+
+def _is_quantised(config: Any) -> bool:
+    """Whether a checkpoint's weights are quantised: GPTQ, AWQ and others say so in their config."""
+    return getattr(config, "quantization_config", None) is not None
 
 
 def _load_gguf(path: Path, dtype: torch.dtype, rope_factor: float, attention: str | None) -> LoadedModel:

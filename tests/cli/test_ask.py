@@ -254,3 +254,15 @@ def test_a_model_without_a_template_answers_too(run: Run, base_model: str, docum
     result = ask(run, document, base_model, "--answer-prefix", "It")
     assert result.exit_code == 0
     assert result.stdout.startswith("It")
+
+
+@pytest.mark.slow
+def test_compiled_tokens_give_the_same_answer(
+    run: Run, tiny_model: str, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    plain = ask(run, document, tiny_model, "--budget", "112", "--dtype", "float32")
+    compiled = ask(run, document, tiny_model, "--budget", "112", "--dtype", "float32", "--compile")
+    assert compiled.exit_code == 0, compiled.output
+    assert compiled.stdout == plain.stdout
+    assert any((tmp_path / "compiled").iterdir())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from kernels.eight_bits import decoded_keys, decoded_values, key_codes, value_codes
+from questkv.evaluate.recall_steps import LayerSteps
 from questkv.evaluate.recall_truth import DenseTruth
 from recall_cases import layer_steps, output_over, weights_of
 
@@ -65,3 +69,46 @@ def test_a_selection_keeps_what_its_tokens_keep(variant: dict[str, object], page
 def test_a_row_of_few_tokens_has_all_of_them_among_its_top() -> None:
     steps = layer_steps(6, rows=1)
     assert DenseTruth(steps).top.sum(dim=-1).allclose(torch.ones(1, 6))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pages_in_eight_bits_add_their_coding_to_the_error_and_leave_the_mass(variant: dict[str, object]) -> None:
+    size = 8
+    steps = layer_steps(**variant)
+    truth = DenseTruth(steps)
+    coded = steps.coded(size, "auto")
+    kept = truth.contents(size, coded).kept(*_everything(steps, size))
+    assert kept.mass.allclose(torch.ones_like(kept.mass))
+    for row, length in enumerate(steps.lengths.tolist()):
+        sealed = (length - 1) // size * size
+        keys, values = (
+            torch.cat([eight[:, :sealed], own[:, sealed:].float()], dim=1)
+            for eight, own in zip(coded, (steps.keys, steps.values), strict=True)
+        )
+        read = replace(steps, keys=keys, values=values)
+        every = list(range(length))
+        heads = range(steps.queries.shape[1])
+        full, part = (torch.stack([output_over(of, row, head, every) for head in heads]) for of in (steps, read))
+        error = float((part - full).norm() / full.norm())
+        assert float(kept.error[0, row]) == pytest.approx(error, abs=1e-6)
+        assert 1e-4 < error < 0.1
+
+
+def test_tokens_in_eight_bits_are_those_of_the_formulas() -> None:
+    steps, size = layer_steps(77), 16
+    keys, values = steps.coded(size, "auto")
+    segment = steps.paged(size, "int8", "auto").segments[0]
+    for page in range(77 // size):
+        own = slice(page * size, (page + 1) * size)
+        box, scale = segment.boxes[:, page], segment.scales[:, page]
+        assert torch.equal(keys[:, own], decoded_keys(key_codes(steps.keys[:, own], box, scale), box, scale))
+        assert torch.equal(values[:, own], decoded_values(*value_codes(steps.values[:, own])))
+    assert torch.equal(keys[:, own.stop :], steps.keys[:, own.stop :])
+    assert torch.equal(values[:, own.stop :], steps.values[:, own.stop :])
+
+
+def _everything(steps: LayerSteps, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[1, R, Hq, P] every page that a row sees, chosen, and [R, P] tokens of each."""
+    pages = torch.arange(-(-steps.keys.shape[1] // page_size))
+    tokens = (steps.lengths[:, None] - pages * page_size).clamp(0, page_size)
+    return (tokens > 0)[None, :, None].expand(-1, -1, steps.queries.shape[1], -1), tokens

@@ -23,17 +23,17 @@ def greedy(model: Any, ids: torch.Tensor, **kwargs: Any) -> list[list[int]]:
 
 
 class Spy:
-    """Stands in for `kernels.decode` and keeps what every call was asked for and read."""
+    """Stands in for `kernels.DecodeStep.decode` and keeps what every call was asked for and read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[dict[str, Any]] = []
-        decode = questkv.kernels.decode
+        decode = questkv.kernels.DecodeStep.decode
 
-        def spy(q: Any, pages: Any, page_table: Any, lengths: Any, num_selected: Any, **kwargs: Any) -> Any:
-            out = decode(q, pages, page_table, lengths, num_selected, **kwargs)
+        def spy(step: Any, q: Any, pages: Any, num_selected: Any, *states: Any, **kwargs: Any) -> Any:
+            out = decode(step, q, pages, num_selected, *states, **kwargs)
             self.calls.append(
                 {
-                    "lengths": lengths.tolist(),
+                    "lengths": step.lengths.tolist(),
                     "selected": num_selected.tolist(),
                     "read": kwargs["pages_read"].tolist(),
                     "kv_heads": pages.num_kv_heads,
@@ -41,7 +41,7 @@ class Spy:
             )
             return out
 
-        monkeypatch.setattr(questkv.kernels, "decode", spy)
+        monkeypatch.setattr(questkv.kernels.DecodeStep, "decode", spy)
 
 
 @pytest.mark.parametrize("name", NAMES)

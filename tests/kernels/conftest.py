@@ -49,7 +49,7 @@ def every_backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=[name for name in _backends() if name != "triton"])
 def every_fast_backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """`every_backend` without Triton, for what would take minutes interpreted."""
+    """`every_backend` without Triton, for what would take minutes interpreted, and what it has not (`linear`)."""
     with pytest.MonkeyPatch.context() as patch:
         _use(request.param, patch)
         yield request.param

@@ -21,10 +21,18 @@ def key_codes(keys: torch.Tensor, box: torch.Tensor, scale: torch.Tensor) -> tor
 
 
 def decoded_keys(codes: torch.Tensor, box: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """[Hkv, S, D] float32 keys that the codes stand for."""
+    """[Hkv, S, D] float32 keys that the codes stand for, every step rounded to float32."""
+    lo, hi, step = (part.astype(np.float32) for part in _box(box, scale))
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(step * (lo + codes.numpy().astype(np.float32) * (hi - lo) / np.float32(255)))
+
+
+def rounding_of_keys(decoded: torch.Tensor, box: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[Hkv, S, D] float64: how far those roundings may take a key: a quotient's, a sum's and a product's."""
     lo, hi, step = _box(box, scale)
     with np.errstate(invalid="ignore"):
-        return torch.from_numpy((step * (lo + _f64(codes) * (hi - lo) / 255)).astype(np.float32))
+        width = torch.from_numpy(step * (hi - lo))
+    return (width + 2 * decoded.double().abs()) * 2.0**-24 + 2.0**-149
 
 
 def half_step_of_keys(box: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -48,9 +56,9 @@ def value_codes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decoded_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[Hkv, S, D] float32 values that the codes stand for."""
-    step, offset = _f64(scales)[..., :1], _f64(scales)[..., 1:]
-    return torch.from_numpy((offset + step * _f64(codes)).astype(np.float32))
+    """[Hkv, S, D] float32 values that the codes stand for, every step rounded to float32."""
+    step, offset = scales.numpy()[..., :1], scales.numpy()[..., 1:]
+    return torch.from_numpy(offset + step * codes.numpy().astype(np.float32))
 
 
 def _box(box: torch.Tensor, scale: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels.cases import DTYPES, GROUP_RULES, Case, Shape, build_case, case_arguments, read_page, selections
 from kernels.coded_cases import code_pages, coded_cases
-from kernels.eight_bits import decoded_keys, decoded_values, half_step_of_keys, key_codes, value_codes
+from kernels.eight_bits import decoded_keys, decoded_values, half_step_of_keys, key_codes, rounding_of_keys, value_codes
 from kernels.formulas import attention, group_scores, head_scores
 from questkv.kernels import (
     NewTokens,
@@ -75,8 +75,7 @@ def _assert_is_coded(pages: Pages, source: int, target: int) -> None:
     finite = keys.double().isfinite().all(dim=2).all(dim=1)
     decoded, half = decoded_keys(read_page(pages, target, "keys"), box, scale).double(), half_step_of_keys(box, scale)
     wrong = (decoded - keys.double()).abs()
-    # Half a step, and the rounding of the decoded key to float32.
-    assert bool((wrong <= half * (1 + 1e-9) + decoded.abs() * 2.0**-24 + 2.0**-149)[finite].all())
+    assert bool((wrong <= half * (1 + 1e-9) + rounding_of_keys(decoded, box, scale))[finite].all())
     bounds = box.double() * scale.double()[:, None, None]
     slack = decoded.abs() * 2.0**-24 + 2.0**-149
     assert bool((bounds[:, :1] <= decoded + slack)[finite].all())

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kernels.eight_bits import decoded_keys, decoded_values, half_step_of_keys, key_codes, value_codes
+from kernels.eight_bits import decoded_keys, decoded_values, half_step_of_keys, key_codes, rounding_of_keys, value_codes
+from pages.token_formulas import attention, boxes, int8_boxes, tolerance
 from questkv import kernels
 from questkv.errors import PoolFullError
 from questkv.pages import PageGeometry, PagePool, SequenceBatch, offload
@@ -299,8 +300,8 @@ class CacheMachine(RuleBasedStateMachine):
         keys = torch.stack([token.keys[layer] for token in tokens], dim=1)
         values = torch.stack([token.values[layer] for token in tokens], dim=1)
         decoded = decoded_keys(key_codes(keys, box, scale), box, scale)
-        half_step = half_step_of_keys(box, scale)
-        assert ((decoded.double() - keys.double()).abs() <= half_step * (1 + 1e-9) + keys.abs() * 2.0**-24).all()
+        allowed = half_step_of_keys(box, scale) * (1 + 1e-9) + rounding_of_keys(decoded, box, scale)
+        assert ((decoded.double() - keys.double()).abs() <= allowed).all()
         return decoded, decoded_values(*value_codes(values))
 
     def _poison(self) -> None:
@@ -343,7 +344,7 @@ class CacheMachine(RuleBasedStateMachine):
         for page in range(max(len(tokens) - 1, 0) // self.page_size):
             own = tokens[page * self.page_size :][: self.page_size]
             keys = torch.stack([token.boxed[layer] for token in own])
-            lo, hi = _boxes(keys)
+            lo, hi = boxes(keys)
             segment, at = self.pool._locate(layer, table[page])
             assert segment.coded == (self.pool.geometry.kv_dtype == "int8")
             assert self.pool.is_closed(table[page]) == self.pool.geometry.closes
@@ -353,7 +354,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert torch.equal(stored, torch.stack([lo, hi], dim=1))
                 continue
             scale = segment.scales[:, at]
-            code_lo, code_hi = _int8_boxes(lo, hi, scale)
+            code_lo, code_hi = int8_boxes(lo, hi, scale)
             # Division may round onto the wrong side of a whole code, so the box may be one code wider, never narrower.
             assert ((stored[:, 0] <= code_lo) & (stored[:, 0] >= code_lo - 1)).all()
             assert ((stored[:, 1] >= code_hi) & (stored[:, 1] <= code_hi + 1)).all()
@@ -423,37 +424,8 @@ class CacheMachine(RuleBasedStateMachine):
             read += range(sealed * self.page_size, len(tokens))
             own = slice(head * self.group, (head + 1) * self.group)
             k, v = keys[read, head], values[read, head]
-            error = (out[own].double() - _attention(q[own], k, v, SCALE)).abs().max()
-            assert error <= _tolerance(q[own], k, v, SCALE, out.dtype)
-
-
-def _attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """[G, D] queries of one KV head over keys and values [T, D]; float64."""
-    weights = (q.double() @ keys.double().T * scale).softmax(dim=-1)
-    return weights @ values.double()
-
-
-def _tolerance(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, dtype: torch.dtype) -> float:
-    """How far float32 attention over finite tokens [T, D] may be from the exact one.
-
-    A dot product of D terms is off by D eps sum|q k|; a logit's error d changes a weight by a factor within exp(+-2d);
-    the softmax and the weighted sum of T terms add T eps. The result is rounded once more, to `dtype`.
-    """
-    eps, tokens, dim = torch.finfo(torch.float32).eps, len(keys), keys.shape[-1]
-    largest = float((q.double().abs() @ keys.double().abs().T).max()) * scale
-    size = float(values.double().abs().max())
-    return size * (2 * (dim + 4) * eps * largest + 2 * (tokens + 8) * eps + torch.finfo(dtype).eps)
-
-
-def _boxes(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lowest and highest value of every channel of a page's keys [S, Hkv, D], each [Hkv, D]; float64."""
-    stacked = keys.double()
-    return stacked.min(dim=0).values, stacked.max(dim=0).values
-
-
-def _int8_boxes(lo: torch.Tensor, hi: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tightest whole codes around a box for the given scale [Hkv], as [Hkv, D] each; float64."""
-    return torch.floor(lo / scale.double()[:, None]), torch.ceil(hi / scale.double()[:, None])
+            error = (out[own].double() - attention(q[own], k, v, SCALE)).abs().max()
+            assert error <= tolerance(q[own], k, v, SCALE, out.dtype)
 
 
 TestCacheMachine = CacheMachine.TestCase

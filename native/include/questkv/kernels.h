@@ -35,6 +35,11 @@ struct KernelTable {
     // estimate, select and attend; num_selected [R], pages_read [R] or null.
     void (*decode)(const Pages&, const Rows&, const int64_t* num_selected, const Softmax&, const Scoring&, char* out,
                    int64_t* pages_read, int threads);
+
+    // out [rows, outputs] = x [rows, channels] times weight [outputs, channels] transposed, plus bias [outputs] or
+    // null, all of one type; reads every weight once. For few rows: arithmetic grows with them, bytes don't.
+    void (*linear)(DType, int64_t rows, int64_t outputs, int64_t channels, const char* x, const char* weight,
+                   const char* bias, char* out, int threads);
 };
 
 // The tables that this machine can run, best first; ends with a null name.

@@ -12,7 +12,7 @@ import torch
 
 from questkv import kernels
 from questkv.benchmark import peers
-from questkv.benchmark.layers import Layer, make_layers
+from questkv.benchmark.layers import Layer, layers_out_of_cache, make_layer
 from questkv.benchmark.shapes import Shape
 from questkv.config import QuestConfig
 from questkv.errors import QuestKVError
@@ -71,9 +71,21 @@ class Attention:
         config: Budget, page size, optimism, group, KV dtype and backend.
         context: Tokens of every sequence, a multiple of the page size.
         with_flex: Whether to time flex_attention, whose compilation takes long.
+        device: Where everything lies.
+        layers: Layers in turn; None takes as many as no processor's cache holds.
     """
 
-    def __init__(self, shape: Shape, config: QuestConfig, context: int, *, with_flex: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        config: QuestConfig,
+        context: int,
+        *,
+        with_flex: bool = False,
+        device: torch.device | None = None,
+        layers: int | None = None,
+    ) -> None:
+        self.device = torch.device("cpu") if device is None else device
         self.shape, self.config, self.context = shape, config, context
         self.scale = shape.head_dim**-0.5
         self.budget = config.budget_at(context)
@@ -83,17 +95,19 @@ class Attention:
         self.coded = config.kv_dtype == "int8"
         self.box_bytes = shape.box_bytes(config, sealed)
         self.sparse_bytes = self.box_bytes + self._token_bytes(self.selected)
-        self.layers = make_layers(shape, config, context, self.sparse_bytes)
-        self.model_table = torch.arange(shape.batch * pages).view(shape.batch, pages)
+        count = layers_out_of_cache(shape, config, context, self.sparse_bytes) if layers is None else layers
+        self.layers = [make_layer(shape, config, context, self.device) for _ in range(count)]
+        self.model_table = torch.arange(shape.batch * pages, device=self.device).view(shape.batch, pages)
         self.page_table = self.model_table.clone()
         if self.coded:  # every page but the open one is read from its coded twin
             self.page_table[:, :-1] += shape.batch * pages
-        self.lengths = torch.full((shape.batch,), context)
+        self.lengths = torch.full((shape.batch,), context, device=self.device)
         self.with_flex = with_flex
 
     def query(self) -> torch.Tensor:
         """A fresh query, [B, Hq, D]."""
-        return torch.randn(self.shape.batch, self.shape.heads, self.shape.head_dim).to(self.shape.torch_dtype)
+        shape = (self.shape.batch, self.shape.heads, self.shape.head_dim)
+        return torch.randn(shape, device=self.device).to(self.shape.torch_dtype)
 
     def _token_bytes(self, pages: int, coded: bool | None = None) -> int:
         """Bytes of `pages` sealed pages' keys and values and the open page's."""
@@ -256,7 +270,7 @@ def exact(
     """Attention in float64, head by head; mask [B, Hq, context] True where a head reads a token."""
     batch, heads, _ = query.shape
     group = heads // keys.shape[1]
-    out = torch.empty(query.shape, dtype=torch.float64)
+    out = torch.empty(query.shape, dtype=torch.float64, device=query.device)
     for b in range(batch):
         for h in range(heads):
             logits = keys[b, h // group].double() @ query[b, h].double() * scale
@@ -268,7 +282,7 @@ def exact(
 
 def token_mask(selection: torch.Tensor, context: int, page_size: int, query: torch.Tensor) -> torch.Tensor:
     """[B, Hq, context] bool: tokens of the selected pages and of the last page."""
-    pages = torch.zeros(*selection.shape[:2], context // page_size, dtype=torch.bool)
+    pages = torch.zeros(*selection.shape[:2], context // page_size, dtype=torch.bool, device=selection.device)
     pages.scatter_(2, selection, True)
     pages[:, :, -1] = True
     tokens = pages.repeat_interleave(page_size, dim=2)
@@ -306,6 +320,16 @@ def read_candidate() -> Candidate:
     return Candidate("memory-read", lambda q, x: buffer.sum(), buffer.numel() * 4)
 
 
+def is_ours(name: str) -> bool:
+    """Whether a row is one of our steps or their parts."""
+    return name.startswith("questkv-") or name in PARTS
+
+
+def is_memory(name: str) -> bool:
+    """Whether a row says what the memory gives."""
+    return name.startswith("memory-")
+
+
 def summarise(rows: list[Row]) -> Iterator[dict[str, Any]]:
     """Per context: our sparse step over our dense one and the best other, and our dense step's share of bandwidth.
 
@@ -313,8 +337,8 @@ def summarise(rows: list[Row]) -> Iterator[dict[str, Any]]:
     """
     for context in dict.fromkeys(row.context for row in rows):
         by_name = {row.name: row for row in rows if row.context == context}
-        ours = (SPARSE, DENSE, SPARSE_MODEL, DENSE_MODEL, *PARTS, "memory-read")
-        best = min((row for name, row in by_name.items() if name not in ours), key=lambda row: row.median_ms)
+        others = (row for name, row in by_name.items() if not is_ours(name) and not is_memory(name))
+        best = min(others, key=lambda row: row.median_ms)
         line: dict[str, Any] = {
             "context": context,
             "best_peer": best.name,

@@ -51,16 +51,15 @@ class Layer:
         return decoded[0], decoded[1]
 
 
-def make_layers(shape: Shape, config: QuestConfig, context: int, read_bytes: int) -> list[Layer]:
-    """Layers of random contents, as many as take 512 MiB of what a step reads; at least two."""
+def layers_out_of_cache(shape: Shape, config: QuestConfig, context: int, read_bytes: int) -> int:
+    """Layers as many as take 512 MiB of what a step reads, and 6 GiB at most; at least two."""
     count = min(max(2, -(-BYTES_IN_TURN // max(read_bytes, 1))), _MOST_LAYERS)
     held = shape.kv_bytes(context) + (shape.coded_bytes(context) if config.kv_dtype == "int8" else 0)
-    fit = max(2, 6 * 2**30 // held)
-    return [make_layer(shape, config, context) for _ in range(min(count, fit))]
+    return min(count, max(2, 6 * 2**30 // held))
 
 
-def make_layer(shape: Shape, config: QuestConfig, context: int) -> Layer:
-    """One layer; sequence b holds the physical pages from b * P on."""
+def make_layer(shape: Shape, config: QuestConfig, context: int, device: torch.device) -> Layer:
+    """One layer of random contents; sequence b holds the physical pages from b * P on."""
     if context % config.page_size:
         raise ValueError(f"[bench] context: expected a multiple of the page size {config.page_size}, got {context}")
     pages = context // config.page_size
@@ -69,7 +68,7 @@ def make_layer(shape: Shape, config: QuestConfig, context: int) -> Layer:
         shape.head_dim,
         config.page_size,
         shape.torch_dtype,
-        torch.device("cpu"),
+        device,
         config.box_dtype,
         config.kv_dtype,
     )
@@ -78,7 +77,7 @@ def make_layer(shape: Shape, config: QuestConfig, context: int) -> Layer:
         tensor.normal_()
     coded = config.kv_dtype == "int8"
     layer = kernels.Pages((segment, geometry.allocate(shape.batch * pages, closed=True)) if coded else (segment,))
-    every = torch.arange(shape.batch * pages)
+    every = torch.arange(shape.batch * pages, device=device)
     kernels.seal(layer, every, backend=config.backend)
     if coded:
         kernels.seal(layer, every, every + len(every), backend=config.backend)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from questkv.benchmark.attention import DENSE, DENSE_MODEL, PARTS, SPARSE, SPARSE_MODEL, Row
+from questkv.benchmark.attention import DENSE, DENSE_MODEL, PARTS, SPARSE, SPARSE_MODEL, Row, is_memory
 from questkv.errors import MissingPackageError
 
 _STYLES = {SPARSE: "o-", DENSE: "s-", SPARSE_MODEL: "o:", DENSE_MODEL: "s:"}
@@ -24,18 +24,23 @@ def attention_table(rows: Sequence[Row], title: str) -> Table:
         here = [row for row in rows if row.context == context]
         sparse = next(row for row in here if row.name == SPARSE)
         for row in here:
-            part, read = row.name in PARTS, row.name == "memory-read"
+            part, memory = row.name in PARTS, is_memory(row.name)
             table.add_row(
                 f"{row.context:,}" if row is here[0] else "",
                 f"  {row.name}" if part else row.name,
-                f"{row.median_ms:.3f}",
-                f"{row.min_ms:.3f}",
+                _milliseconds(row.median_ms),
+                _milliseconds(row.min_ms),
                 f"{row.gb_per_s:.1f}",
-                "" if part or read or row is sparse else f"{row.median_ms / sparse.median_ms:.2f}x",
-                "" if part or read else f"{row.max_error:.1e}",
+                "" if part or memory or row is sparse else f"{row.median_ms / sparse.median_ms:.2f}x",
+                "" if part or memory else f"{row.max_error:.1e}",
             )
         table.add_section()
     return table
+
+
+def _milliseconds(value: float) -> str:
+    """Three decimals, of short times a fourth: a GPU's steps take some hundredths."""
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.4f}"
 
 
 def require_matplotlib() -> None:
@@ -56,7 +61,7 @@ def plot_attention(rows: Sequence[Row], path: str, title: str) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    names = [row.name for row in rows if row.name not in (*PARTS, "memory-read")]
+    names = [row.name for row in rows if row.name not in PARTS and not is_memory(row.name)]
     sparse = {row.context: row.median_ms for row in rows if row.name == SPARSE}
     for i, name in enumerate(dict.fromkeys(names)):
         line = [(row.context, row.median_ms) for row in rows if row.name == name]

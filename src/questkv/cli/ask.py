@@ -31,7 +31,9 @@ def ask(
     offload: options.Offload = options.OFFLOAD,
     dense: options.Dense = False,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "model",
     threads: options.Threads = None,
+    compile: options.Compile = False,
     json_target: Annotated[
         str | None,
         typer.Option(
@@ -53,7 +55,7 @@ def ask(
         text = read_document(document)
         if not question.strip():
             raise typer.BadParameter("the question is empty")
-        opening = Opening(model, config, dtype, rope_factor, threads, seed, tail, max_new_tokens)
+        opening = Opening(model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile)
         session = opening.load()
         asked = session.prompter.question(question, answer_prefix)
         opening.read(session, document, text, len(asked))

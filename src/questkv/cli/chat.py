@@ -35,7 +35,9 @@ def chat(
     offload: options.Offload = options.OFFLOAD,
     dense: options.Dense = False,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "model",
     threads: options.Threads = None,
+    compile: options.Compile = False,
     json_target: Annotated[
         str | None,
         typer.Option(
@@ -58,7 +60,7 @@ def chat(
             raise typer.BadParameter("the questions come from standard input, so the document must be a file")
         output.check_writable(json_target)
         text = read_document(document)
-        opening = Opening(model, config, dtype, rope_factor, threads, seed, tail, max_new_tokens)
+        opening = Opening(model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile)
         session = opening.load()
         # room for a question, so that the first one doesn't find the context full
         opening.read(session, document, text, len(session.prompter.question("?")) + _ROOM_FOR_QUESTION)

@@ -45,7 +45,7 @@ def harness(
     check_targets(run)
     task.check_known()
     loaded = load(run)
-    described = describe(task, plan, loaded, {"name": run.model, "rope_factor": run.rope_factor})
+    described = describe(task, plan, loaded, run.described_model())
     with open_results(run, described) as results:
         with share_progress("harness") as on_progress:
             run_harness(task, loaded, plan, results, on_progress)

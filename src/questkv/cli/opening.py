@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from questkv.cli import options, output
 from questkv.config import QuestConfig
-from questkv.models import find_model
+from questkv.models import find_model, model_cache_dir
 
 if TYPE_CHECKING:
     from questkv.cli.session import Session
+
+
+def compiled_dir() -> Path:
+    """Where ``--compile`` keeps what torch compiled, so that the next run is quick: beside the unpacked models."""
+    return model_cache_dir() / ".compiled"
 
 
 @dataclass(frozen=True)
@@ -22,25 +28,39 @@ class Opening:
     model: str
     config: QuestConfig
     dtype: str
+    weights: str
     rope_factor: float
     threads: int | None
     seed: int
     tail: bool
     max_new_tokens: int
+    compile: bool = False
 
     def load(self) -> Session:
         """Import torch and transformers, quietly, and load the model."""
         found = find_model(self.model)  # before the slow imports, so that a wrong name fails at once
         options.check_offload(self.config)
         output.quiet_libraries()
+        if self.compile:
+            # Read when torch's compiler is imported; one that the user has set is kept.
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_dir()))
         # a hub id may have to be downloaded, which draws progress bars of its own
         with output.busy(f"Loading {self.model}") if isinstance(found, Path) else contextlib.nullcontext():
             from questkv.cli import session
 
             output.quiet_progress_bars()
             loaded = session.Session.open(
-                self.model, self.config, dtype=self.dtype, rope_factor=self.rope_factor, threads=self.threads
+                self.model,
+                self.config,
+                dtype=self.dtype,
+                weights=self.weights,
+                rope_factor=self.rope_factor,
+                threads=self.threads,
+                compile=self.compile,
             )
+        if self.compile:
+            with output.busy("Compiling the decode step"):
+                loaded.compile_step()
         session.seed(self.seed)
         return loaded
 

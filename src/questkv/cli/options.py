@@ -9,7 +9,7 @@ import typer
 
 from questkv.config import KV_DTYPES, OFFLOADS, QuestConfig
 from questkv.errors import ConfigError, UnsupportedError
-from questkv.models import ALIASES, DEFAULT_MODEL, DTYPES
+from questkv.models import ALIASES, DEFAULT_MODEL, DTYPES, WEIGHTS
 
 _CACHE, _RUN = "The cache", "The run"
 DEFAULTS = QuestConfig()
@@ -27,10 +27,28 @@ def parse_budget(text: str) -> int | float:
         raise typer.BadParameter("expected tokens (1024) or a share of the context (0.1)") from None
 
 
+def parse_contexts(text: str) -> list[int]:
+    """Read ``4096,32768`` (or ``4k,32k``) as token counts."""
+    try:
+        contexts = [int(part[:-1]) * 1024 if part[-1:] in "kK" else int(part) for part in text.split(",") if part]
+    except ValueError:
+        contexts = []
+    if not contexts or min(contexts) < 1:
+        raise typer.BadParameter("expected token counts such as 4096,32768 or 4k,32k")
+    return contexts
+
+
 def parse_dtype(text: str) -> str:
     """Accept only the dtypes that a model can be loaded in."""
     if text not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}")
+    return text
+
+
+def parse_weights(text: str) -> str:
+    """Accept only the types that weights can be brought to."""
+    if text not in WEIGHTS:
+        raise typer.BadParameter(f"expected one of {', '.join(WEIGHTS)}")
     return text
 
 
@@ -92,6 +110,25 @@ Dtype = Annotated[
         callback=parse_dtype,
         help="Type of weights and cache; auto is bfloat16 where the CPU multiplies it (AVX512-BF16, AMX) or on a "
         "GPU, else float32.",
+        rich_help_panel=_RUN,
+    ),
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(WEIGHTS),
+        callback=parse_weights,
+        help="Weights of the linear layers: of --dtype, or in eight or four bits, faster on a CPU (needs torchao).",
+        rich_help_panel=_RUN,
+    ),
+]
+
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Run each token as one graph of torch.compile: seconds before the first token, more the first time, then "
+        "faster ones.",
         rich_help_panel=_RUN,
     ),
 ]

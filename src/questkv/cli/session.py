@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from questkv.cli.prompt import Prompter
 from questkv.config import QuestConfig
 from questkv.errors import DocumentError
-from questkv.hf import QuestCache
+from questkv.hf import QuestCache, attach
 from questkv.hf.prefill import cache_argument, prefill
 from questkv.models import context_length, load_model
 
@@ -93,7 +94,7 @@ class Session:
     `ids` holds every token of it; the cache holds all of them, or all but the last few, which the next run adds.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: QuestConfig) -> None:
+    def __init__(self, model: Any, tokenizer: Any, config: QuestConfig, *, compile: bool = False) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
@@ -101,14 +102,36 @@ class Session:
         self.cache = QuestCache(model.config, config)
         self.ids: list[int] = []
         self._unreported_s = 0.0
+        # For as long as the session lives, which the model was loaded for.
+        self._attached = ExitStack()
+        self._attached.enter_context(attach(model, config, fast_linear=True, compile=compile))
 
     @classmethod
-    def open(cls, model: str, config: QuestConfig, *, dtype: str, rope_factor: float, threads: int | None) -> Session:
+    def open(
+        cls,
+        model: str,
+        config: QuestConfig,
+        *,
+        dtype: str,
+        rope_factor: float,
+        threads: int | None,
+        weights: str = "model",
+        compile: bool = False,
+    ) -> Session:
         """Load a model with the paged attention and start an empty conversation."""
         if threads is not None:
             torch.set_num_threads(threads)
-        loaded = load_model(model, dtype=dtype, rope_factor=rope_factor, attention="questkv")
-        return cls(loaded.model, loaded.tokenizer, config)
+        loaded = load_model(model, dtype=dtype, rope_factor=rope_factor, attention="questkv", weights=weights)
+        return cls(loaded.model, loaded.tokenizer, config, compile=compile)
+
+    def compile_step(self) -> None:
+        """Compile the decode step now, on a cache of its own, so that the first answer doesn't wait for it."""
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=self.model.device)
+        cache = {cache_argument(self.model): QuestCache(self.model.config, self.config)}
+        # Two tokens: the first one comes out of the prompt's own, uncompiled forward.
+        self.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=2, max_new_tokens=2, **cache
+        )
 
     def fit(self, before: int, document: list[int], question: int, answer: int, *, tail: bool) -> Fitted:
         """Check that a document fits the model's context with its question and answer, or cut its beginning.

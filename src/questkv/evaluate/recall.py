@@ -1,8 +1,8 @@
 """How much of the true attention a selection of pages keeps: the paper's figures 3 and 4, and the choice of defaults.
 
 A text is prefilled once and some tokens behind it are decoded densely. From the queries, keys and values of these steps
-every combination of budget, page size, optimism and group rule is measured without running the model again, beside
-oracles that know the true attention.
+every combination of budget, page size, type of pages, optimism and group rule is measured without running the model
+again, beside oracles that know the true attention.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Recall(Task):
         page_sizes: Every S to try.
         optimisms: Every optimism to try.
         groups: Every group rule to try.
+        kv_dtypes: Every type of sealed pages to try; the attention that all are measured against is the model type's.
         base: What else a configuration holds: sink, recent, dense layers, boxes. With its own page size, optimism and
             group rule the budget that keeps `share` is worked out.
         windows: Pieces of the text that are measured, one behind the other.
@@ -62,6 +63,7 @@ class Recall(Task):
     page_sizes: tuple[int, ...] = (QuestConfig.page_size,)
     optimisms: tuple[float, ...] = (QuestConfig.optimism,)
     groups: tuple[str, ...] = (QuestConfig.group,)
+    kv_dtypes: tuple[str, ...] = (QuestConfig.kv_dtype,)
     base: QuestConfig = field(default_factory=QuestConfig)
     windows: int = 1
     start: int = 0
@@ -69,7 +71,7 @@ class Recall(Task):
     share: float = 0.99
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "budgets", "page_sizes", "optimisms", "groups"):
+        for name in ("lengths", "budgets", "page_sizes", "optimisms", "groups", "kv_dtypes"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"[recall] {name}: expected one or more values, each once, got {list(values)}")
@@ -86,9 +88,9 @@ class Recall(Task):
         """Every rule that is measured at every budget: the oracles first."""
         rules = [self._oracle_tokens()]
         rules += [Rule(ORACLE, replace(self.base, token_budget=1.0, page_size=size)) for size in self.page_sizes]
-        for size, group, optimism in product(self.page_sizes, self.groups, self.optimisms):
-            config = replace(self.base, token_budget=1.0, page_size=size, group=group, optimism=optimism)
-            rules.append(Rule(QUEST, config))
+        for size, group, optimism, kind in product(self.page_sizes, self.groups, self.optimisms, self.kv_dtypes):
+            config = replace(self.base, page_size=size, group=group, optimism=optimism, kv_dtype=kind)
+            rules.append(Rule(QUEST, replace(config, token_budget=1.0)))
         return rules
 
     def base_rules(self) -> list[Rule]:
@@ -162,7 +164,9 @@ def run_recall(
             on_progress((number + begin + 0.5 * share) / len(todo), f"recall {number + 1}/{len(todo)}: {what}")
 
         ids = [*sample.ids, *sample.data["steps"]]
-        observed = Observed(loaded, ids, recall.steps, recall.base, lambda share, what: part(share, what, 0.0))
+        # What all are measured against has lost nothing to coding.
+        exact = replace(recall.base, kv_dtype="model")
+        observed = Observed(loaded, ids, recall.steps, exact, lambda share, what: part(share, what, 0.0))
         for row in measure(observed, recall, lambda share, what: part(share, what, 0.5)):
             # A run that was stopped while it wrote a sample's rows has some of them already.
             if not results.is_done(sample.id, row["method"], row["budget"]):

@@ -76,18 +76,21 @@ def _measure_layer(
     """Every rule and budget in one layer."""
     heads, dim = steps.queries.shape[1:]
     for size in sorted({rule.page_size for rule in recall.rules()}):
+        rules = [rule for rule in recall.rules() if rule.page_size == size]
         pages = steps.paged(size, recall.base.box_dtype, recall.base.backend)
-        at_once = max(_AT_ONCE // (heads * pages.num_pages * (dim + 2)), 1)
+        coded = steps.coded(size, recall.base.backend) if any(rule.coded for rule in rules) else None
+        at_once = max(_AT_ONCE // (heads * pages.num_pages * (dim + 3)), 1)
         parts: dict[Rule, list[Any]] = {}
         for first in range(0, len(steps.lengths), at_once):
             rows = steps.rows(slice(first, first + at_once))
             truth = DenseTruth(rows)
-            contents = truth.contents(size)
-            for rule in recall.rules():
-                if rule.page_size == size:
-                    budgets = [own.get((rule, budget), budget) for budget in recall.budgets]
-                    ranking = Ranking(rule, rows, pages=pages, truth=truth)
-                    parts.setdefault(rule, []).append(ranking.kept(contents, budgets))
+            contents = {False: truth.contents(size)}
+            if coded is not None:
+                contents[True] = truth.contents(size, coded)
+            for rule in rules:
+                budgets = [own.get((rule, budget), budget) for budget in recall.budgets]
+                ranking = Ranking(rule, rows, pages=pages, truth=truth)
+                parts.setdefault(rule, []).append(ranking.kept(contents[rule.coded], budgets))
         for rule, kept in parts.items():
             mass, top, error, tokens = (
                 torch.cat([getattr(part, name) for part in kept], dim=1) for name in ("mass", "top", "error", "tokens")
@@ -114,7 +117,14 @@ def _bytes_read(rule: Rule, steps: LayerSteps, budget: int, tokens: torch.Tensor
     if rule.method != QUEST:
         return read
     config = rule.config
-    box_bytes = steps.geometry(rule.page_size, config.box_dtype).box_bytes
+    geometry = steps.geometry(rule.page_size, config.box_dtype)
+    box_bytes = geometry.box_bytes
+    if rule.coded:
+        # Boxes are the code book: attention reads them again, with the page.
+        open_tokens = (steps.lengths - 1) % rule.page_size + 1
+        in_open = float(open_tokens.double().mean()) * len(steps.keys)
+        pages = (float(tokens.double().mean()) - in_open) / rule.page_size
+        read = in_open * per_token + pages * geometry.coded_page_bytes / len(steps.keys)
     # A row that its budget covers is read densely, without a look at the boxes.
     sparse = [length for length in steps.lengths.tolist() if length > budget]
     boxes = sum((length - 1) // rule.page_size for length in sparse) * box_bytes

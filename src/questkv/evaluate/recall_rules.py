@@ -22,7 +22,8 @@ class Rule:
     Attributes:
         method: ``quest``; ``oracle``, pages by their true attention mass, the mean over the group's heads;
             ``oracle_tokens``, the same with pages of one token.
-        config: Page size, sink, recent and boxes; for ``quest`` optimism and group rule. Its budget isn't used.
+        config: Page size, sink, recent and boxes; for ``quest`` optimism, group rule and the pages' type. Its budget
+            isn't used.
     """
 
     method: str
@@ -39,13 +40,19 @@ class Rule:
         return self.method == QUEST and self.config.group == "per_head"
 
     @property
+    def coded(self) -> bool:
+        """Whether sealed pages are read in eight bits; oracles read what the model wrote."""
+        return self.method == QUEST and self.config.kv_dtype == "int8"
+
+    @property
     def label(self) -> str:
         """The rule in a few words, for tables and legends."""
         if self.method == ORACLE_TOKENS:
             return "oracle, tokens"
         if self.method == ORACLE:
             return f"oracle, pages of {self.page_size}"
-        return f"quest a={self.config.optimism:g} {self.config.group}, pages of {self.page_size}"
+        coded = ", int8" if self.coded else ""
+        return f"quest a={self.config.optimism:g} {self.config.group}, pages of {self.page_size}{coded}"
 
     def as_json(self) -> dict[str, Any]:
         """What tells it from other rules, as JSON values."""
@@ -55,6 +62,7 @@ class Rule:
             "page_size": self.page_size,
             "optimism": self.config.optimism if quest else None,
             "group": self.config.group if quest else None,
+            "kv_dtype": self.config.kv_dtype if quest else None,
         }
 
 

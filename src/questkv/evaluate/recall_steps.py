@@ -11,7 +11,8 @@ from questkv import kernels
 from questkv.config import QuestConfig
 from questkv.evaluate.runner import Progress
 from questkv.hf.cache import QuestCache
-from questkv.hf.state import Softmax
+from questkv.hf.group import Softmax
+from questkv.kernels.gather import gather_tokens
 from questkv.models import LoadedModel
 from questkv.pages import PageGeometry
 from questkv.policies import decode, prefill_context
@@ -59,6 +60,19 @@ class LayerSteps:
         kernels.append(pages, slots, self.keys.transpose(0, 1), self.values.transpose(0, 1), backend=backend)
         kernels.seal(pages, torch.arange(tokens // page_size, device=slots.device), backend=backend)
         return pages
+
+    def coded(self, page_size: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [Hkv, n, D] float32 as pages in eight bits give them back; an open page's as they were."""
+        plain = self.paged(page_size, "int8", backend).segments[0]
+        full = self.keys.shape[1] // page_size
+        codes = self.geometry(page_size, "int8").allocate(max(full, 1), coded=True)
+        pages, every = kernels.Pages((plain, codes)), torch.arange(full, device=self.keys.device)
+        kernels.seal(pages, every, plain.keys.shape[1] + every, backend=backend)
+        decoded = gather_tokens(pages, plain.keys.shape[1] + every)
+        return (
+            torch.cat([decoded[0].flatten(1, 2), self.keys[:, full * page_size :].float()], dim=1),
+            torch.cat([decoded[1].flatten(1, 2), self.values[:, full * page_size :].float()], dim=1),
+        )
 
 
 class Observed:

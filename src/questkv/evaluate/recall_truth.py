@@ -25,19 +25,16 @@ class DenseTruth:
 
     def __init__(self, steps: LayerSteps) -> None:
         self.steps = steps
-        rows, heads, _ = steps.queries.shape
-        grouped = steps.queries.unflatten(1, (-1, steps.group)).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G * R, D]
-        logits = attention_logits(grouped, steps.keys, steps.softmax).view(heads, rows, -1)
-        behind = torch.arange(logits.shape[2], device=logits.device) >= steps.lengths[:, None]
-        logits = logits.masked_fill(behind, -torch.inf).view(len(steps.keys), -1, logits.shape[2])
-        weights = attention_weights(logits, steps.softmax).view(heads, rows, -1)
-        self.weights = weights.transpose(0, 1)
+        logits = self._logits(steps.keys)
+        self.weights = self._by_row(attention_weights(logits, steps.softmax))
         self.total = self.weights.sum(dim=-1)
+        # Logarithm of what every weight is a share of.
+        self._log_sum = self._by_row(logits).logsumexp(dim=-1)
         self.sink = torch.zeros_like(self.total)
         if steps.softmax.sinks is not None:
             sinks = steps.softmax.sinks.float()
-            of_tokens = logits.logsumexp(dim=-1).view(heads, rows).T
-            self.sink = (sinks - torch.logaddexp(of_tokens, sinks)).exp()
+            self._log_sum = torch.logaddexp(self._log_sum, sinks)
+            self.sink = (sinks - self._log_sum).exp()
         self.out = (self.weights.unflatten(1, (-1, steps.group)) @ steps.values.float()).flatten(1, 2)
 
     @cached_property
@@ -52,14 +49,44 @@ class DenseTruth:
         """[R, Hq, P] share of a row's attention mass that lies in each page; a row's shares sum to 1."""
         return self._by_page(self.weights, page_size).sum(dim=-1) / self.total[..., None]
 
-    def contents(self, page_size: int) -> PageContents:
-        """What each page holds of the truth."""
-        weights = self._by_page(self.weights, page_size)  # [R, Hq, P, S]
-        values = self._by_page(self.steps.values.float().transpose(1, 2), page_size)  # [Hkv, D, P, S]
+    def contents(self, page_size: int, coded: tuple[torch.Tensor, torch.Tensor] | None = None) -> PageContents:
+        """What each page holds of the truth.
+
+        Args:
+            page_size: S.
+            coded: [Hkv, n, D] keys and values as the rows read them from sealed pages, if not as they were.
+        """
+        read = self._outputs(self.weights, self.steps.values, page_size)
+        if coded is not None:
+            keys, values = coded
+            weights = (self._by_row(self._logits(keys)) - self._log_sum[..., None]).exp()
+            pages = torch.arange(read.shape[2], device=read.device)
+            sealed = pages < torch.div(self.steps.lengths - 1, page_size, rounding_mode="floor")[:, None]
+            read = torch.where(sealed[:, None, :, None], self._outputs(weights, values, page_size), read)
+        mass, top = (self._by_page(of, page_size).sum(dim=-1)[..., None] for of in (self.weights, self.top))
+        return PageContents(self, torch.cat([read, mass, top], dim=-1))
+
+    def _logits(self, keys: torch.Tensor) -> torch.Tensor:
+        """[Hkv, G * R, n] logits of every row with these keys; -inf behind a row's own tokens."""
+        steps = self.steps
+        grouped = steps.queries.unflatten(1, (-1, steps.group)).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G * R, D]
+        logits = attention_logits(grouped, keys, steps.softmax).unflatten(1, (-1, len(steps.lengths)))
+        behind = torch.arange(logits.shape[3], device=logits.device) >= steps.lengths[:, None]
+        masked: torch.Tensor = logits.masked_fill(behind, -torch.inf)
+        return masked.flatten(1, 2)
+
+    def _by_row(self, grouped: torch.Tensor) -> torch.Tensor:
+        """[Hkv, G * R, n] -> [R, Hq, n]."""
+        rows: torch.Tensor = grouped.unflatten(1, (-1, len(self.steps.lengths)))
+        return rows.flatten(0, 1).transpose(0, 1)
+
+    def _outputs(self, weights: torch.Tensor, values: torch.Tensor, page_size: int) -> torch.Tensor:
+        """[R, Hq, P, D + 1]: each page's sum of weighted values, and of weights."""
+        weights = self._by_page(weights, page_size)  # [R, Hq, P, S]
+        values = self._by_page(values.float().transpose(1, 2), page_size)  # [Hkv, D, P, S]
         grouped = weights.unflatten(1, (-1, self.steps.group))
         outputs = torch.einsum("rhgps,hdps->rhgpd", grouped, values).flatten(1, 2)
-        top = self._by_page(self.top, page_size).sum(dim=-1)
-        return PageContents(self, torch.cat([outputs, weights.sum(dim=-1)[..., None], top[..., None]], dim=-1))
+        return torch.cat([outputs, weights.sum(dim=-1)[..., None]], dim=-1)
 
     def _by_page(self, tokens: torch.Tensor, page_size: int) -> torch.Tensor:
         """[..., n] -> [..., P, S], the last page filled up with zeros."""
@@ -90,7 +117,8 @@ class PageContents:
 
     Args:
         truth: Where they come from.
-        contents: [R, Hq, P, D + 2] float32: the page's share of the output, its weight, its share of the top tokens.
+        contents: [R, Hq, P, D + 3] float32: the page's share of the output and its weight, as they are read; its true
+            attention mass, its share of the top tokens.
     """
 
     def __init__(self, truth: DenseTruth, contents: torch.Tensor) -> None:
@@ -110,13 +138,13 @@ class PageContents:
             page_tokens: [R, P] int64 tokens of each page that a row sees.
         """
         truth = self._truth
-        sums = (chosen.permute(1, 2, 0, 3).float() @ self._contents).permute(2, 0, 1, 3)  # [C, R, Hq, D + 2]
-        weight = sums[..., -2]
-        out = sums[..., :-2] / (weight + truth.sink)[..., None]
+        sums = (chosen.permute(1, 2, 0, 3).float() @ self._contents).permute(2, 0, 1, 3)  # [C, R, Hq, D + 3]
+        weight = sums[..., -3]
+        out = sums[..., :-3] / (weight + truth.sink)[..., None]
         difference = (out - truth.out).flatten(2).norm(dim=-1)
         read = chosen.unflatten(2, (-1, truth.steps.group)).any(dim=3)  # [C, R, Hkv, P]
         return Kept(
-            mass=weight / truth.total,
+            mass=sums[..., -2] / truth.total,
             top=sums[..., -1],
             error=difference / truth.out.flatten(1).norm(dim=-1),
             tokens=(read * page_tokens[:, None]).sum(dim=(2, 3)),

@@ -129,12 +129,13 @@ def _measured_with(run: Mapping[str, Any]) -> str:
     """One paragraph: model, method, versions."""
     model, quest, machine = run["model"], run["quest"], run["environment"]
     stretched = f", rope factor {model['rope_factor']:g}" if model["rope_factor"] != 1 else ""
+    light = f" with {model['weights']} weights" if "weights" in model else ""
     settings = ", ".join(f"{name}={_plain(value)}" for name, value in run["settings"].items())
     method = ", ".join(f"{name}={_plain(value)}" for name, value in quest.items())
     return (
-        f"{model['name']} in {model['dtype']}{stretched}; {settings}. Quest: {method}. questkv {machine['questkv']}, "
-        f"torch {machine['torch']}, transformers {machine['transformers']}, backend {machine['backend']}, "
-        f"{machine['cpu']}, {machine['threads']} threads."
+        f"{model['name']} in {model['dtype']}{light}{stretched}; {settings}. Quest: {method}. "
+        f"questkv {machine['questkv']}, torch {machine['torch']}, transformers {machine['transformers']}, "
+        f"backend {machine['backend']}, {machine['cpu']}, {machine['threads']} threads."
     )
 
 

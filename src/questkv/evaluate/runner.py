@@ -31,7 +31,7 @@ def describe(task: Task, plan: Plan, loaded: LoadedModel, model: Mapping[str, An
         task: The task.
         plan: Methods and budgets.
         loaded: The model, for the dtype it really has.
-        model: How it was found: ``name``, ``rope_factor``.
+        model: How it was found: ``name``, ``rope_factor``, and ``weights`` where they are light.
     """
     return {
         "task": task.name,

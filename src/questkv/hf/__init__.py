@@ -3,8 +3,9 @@
 from questkv.hf.attachment import Attachment, attach
 from questkv.hf.attention import register
 from questkv.hf.cache import QuestCache
+from questkv.hf.linear_layers import make_linear_fast
 from questkv.hf.report import CacheReport, LayerReport
 
-__all__ = ["Attachment", "CacheReport", "LayerReport", "QuestCache", "attach", "register"]
+__all__ = ["Attachment", "CacheReport", "LayerReport", "QuestCache", "attach", "make_linear_fast", "register"]
 
 register()

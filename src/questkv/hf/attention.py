@@ -11,7 +11,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.layer import PagedKeys
-from questkv.hf.state import Softmax
+from questkv.hf.group import Softmax
+from questkv.hf.step_operator import HANDLE
 
 NAME = "questkv"
 _OWN_LAYER = "_questkv_own_layer"
@@ -68,7 +69,7 @@ def questkv_attention(
         dropout: Must be 0.
         softcap: Logit soft-capping (Gemma 2).
         s_aux: [Hq] attention sinks (gpt-oss).
-        **kwargs: Refused where they would change the result.
+        **kwargs: Refused where they would change the result. A compiled step's handle is among them.
 
     Returns:
         [B, n, Hq, D] and None for the weights.
@@ -79,6 +80,9 @@ def questkv_attention(
     """
     _refuse(module, dropout, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    handle = kwargs.get(HANDLE)
+    if handle is not None:
+        return torch.ops.questkv.step(handle, module.layer_idx, query, key, value, scale, softcap, s_aux), None
     if isinstance(key, PagedKeys):
         if attention_mask is not None and attention_mask.ndim != 2:
             raise UnsupportedError(
@@ -92,15 +96,39 @@ def questkv_attention(
             "cache=QuestCache(model.config, QuestConfig()) (older transformers: past_key_values=), or use "
             "questkv.attach(model)"
         )
-    if softcap is None and s_aux is None:
-        out: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scale, **kwargs
-        )
-        return out
-    return local_attention(query, key, value, attention_mask, Softmax(scale, softcap, s_aux)), None
+    return local_attention(module, query, key, value, attention_mask, Softmax(scale, softcap, s_aux), **kwargs), None
 
 
 def local_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    softmax: Softmax,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention of a local layer: transformers' SDPA, or the formula where SDPA lacks something.
+
+    Args:
+        module: The attention layer; SDPA reads its `num_key_value_groups` and `is_causal`.
+        query: [B, Hq, n, D].
+        key: [B, Hkv, T, D].
+        value: [B, Hkv, T, D].
+        mask: [B, 1, n, T] bool, or None for plain causal attention.
+        softmax: Scale, soft cap and sinks.
+        **kwargs: Handed on to SDPA.
+
+    Returns:
+        [B, n, Hq, D].
+    """
+    if softmax.softcap is not None or softmax.sinks is not None:
+        return capped_attention(query, key, value, mask, softmax)
+    out: torch.Tensor = sdpa_attention_forward(module, query, key, value, mask, scaling=softmax.scale, **kwargs)[0]
+    return out
+
+
+def capped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
-from questkv.hf.attention import mark_own_layer
+from questkv.hf.attention import local_attention, mark_own_layer
 from questkv.hf.layer import PagedLayer
 from questkv.hf.report import CacheReport, LayerReport
+from questkv.hf.group import Softmax
 from questkv.hf.state import Observer, PagedState
+from questkv.hf.step_operator import new_handle
 
 # A model with no more than this share of full-attention layers has no slack for pages that a score missed.
 _FEW_GLOBAL_LAYERS = 0.25
@@ -68,6 +71,8 @@ class QuestCache(Cache):
         self._first_layer = next(
             i for i, layer in enumerate(layers) if i in paged or getattr(layer, "is_sliding", False)
         )
+        self._handle: torch.Tensor | None = None
+        self._local_masks: dict[int, torch.Tensor | None] = {}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -81,11 +86,48 @@ class QuestCache(Cache):
             mark_own_layer(keys)
         return keys, values
 
+    @property
+    def handle(self) -> torch.Tensor:
+        """What leads ``torch.ops.questkv.step`` to this cache."""
+        if self._handle is None:
+            self._handle = new_handle(self)
+        return self._handle
+
+    def begin_step(
+        self, batch: int, mask: torch.Tensor | None, local_masks: dict[int, torch.Tensor | None] | None = None
+    ) -> None:
+        """Begin a forward of one new token a sequence, whose layers then call `step`.
+
+        Args:
+            batch: B.
+            mask: [B, columns] bool 2-D padding mask over all columns, the new one included, or None.
+            local_masks: What SDPA takes as a mask, for every layer that isn't paged.
+
+        Raises:
+            CacheMismatchError: The batch or the mask isn't the cache's, or a sliding window was left by an interrupted
+                forward.
+            PoolFullError: The tokens don't fit; the cache is as it was.
+        """
+        self._check_own_layers()
+        self.state.begin(batch, 1, mask)
+        self._local_masks = local_masks or {}
+
+    def step(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: Softmax
+    ) -> torch.Tensor:
+        """A layer of the step that `begin_step` began; shapes as in ``torch.ops.questkv.step``, no gradients."""
+        own = self.layers[layer]
+        if isinstance(own, PagedLayer):
+            return self.state.attend(layer, query, (key, value), None, softmax, begun=True)
+        keys, values = own.update(key, value)
+        module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
+        return local_attention(module, query, keys, values, self._local_masks[layer], softmax)
+
     def report(self) -> CacheReport:
         """What was read and what is held."""
         groups = self.state.groups.values()
-        there, copied = self.state.fetches
-        layers = tuple(LayerReport(layer, *self.state.pages(layer)) for layer in self.state.paged_layers)
+        there, copied = self.state.counts.fetches
+        layers = tuple(LayerReport(layer, *self.state.counts.of(layer)) for layer in self.state.paged_layers)
         return CacheReport(
             tokens=tuple(self.state.lengths),
             pages_read=sum(layer.pages_read for layer in layers),
@@ -118,6 +160,33 @@ class QuestCache(Cache):
         """
         return self.state.keys_values(layer, sequence)
 
+    def fill(self, keys_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Append tokens whose keys and values were computed elsewhere, to every layer at once; nothing is attended.
+
+        Args:
+            keys_values: For each of the model's layers, keys and values [B, Hkv, n, D] as attention sees them, after
+                the rotary embedding and without padding. They are copied into pages.
+
+        Raises:
+            UnsupportedError: The model has layers that aren't paged.
+            ValueError: Not one pair a layer, or pairs of different B or n; the cache is as it was.
+
+        Example:
+            >>> cache = QuestCache(model.config)
+            >>> cache.fill([(layer.keys, layer.values) for layer in dynamic_cache.layers])
+        """
+        if self._own_layers():
+            raise UnsupportedError(
+                f"[fill] keys_values: expected a model whose layers are all paged, got {len(self._own_layers())} of "
+                "another kind"
+            )
+        if len(keys_values) != len(self.layers):
+            raise ValueError(f"[fill] keys_values: expected {len(self.layers)} pairs, got {len(keys_values)}")
+        shapes = {(part.shape[0], part.shape[2]) for pair in keys_values for part in pair}
+        if len(shapes) != 1:
+            raise ValueError(f"[fill] keys_values: expected one B and n in all layers, got {sorted(shapes)}")
+        self.state.fill(dict(enumerate(keys_values)))
+
     @contextmanager
     def observe(self, observer: Observer) -> Iterator[None]:
         """Inside the block, call `observer(layer, query, softmax)` whenever a paged layer has attended.
@@ -142,6 +211,7 @@ class QuestCache(Cache):
             ConfigError: The other configuration's pages would differ from those that are shared.
         """
         other = copy.copy(self)
+        other._handle = None
         other.config = self.config if config is None else config
         other.state = self.state.fork(other.config)
         other.layers = [

@@ -8,7 +8,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from questkv.errors import CacheMismatchError, UnsupportedError
-from questkv.hf.state import PagedState, Softmax
+from questkv.hf.group import Softmax
+from questkv.hf.state import PagedState
 
 
 class AttendingLayer(Protocol):

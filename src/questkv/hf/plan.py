@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from questkv import kernels
 from questkv.config import QuestConfig
 from questkv.pages import Step
 
@@ -36,6 +37,8 @@ class Columns:
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
         """[B, H, width, D] -> [T, H, D], the real tokens, sequence after sequence."""
+        if self.width == 1 and self.real is None:
+            return states.squeeze(2)
         tokens: torch.Tensor = states.transpose(1, 2)
         packed: torch.Tensor = tokens.flatten(0, 1) if self.real is None else tokens[self.real]
         return packed
@@ -80,6 +83,7 @@ class Plan:
         self.step = step
         self.config = config
         self.runs: list[Run] = []
+        self._decode_step: kernels.DecodeStep | None = None
         rows: list[int] = []
         start = 0
         for sequence, (count, length) in enumerate(zip(step.counts, step.lengths, strict=True)):
@@ -91,6 +95,9 @@ class Plan:
             start += count
         self.rows = torch.tensor(rows, dtype=torch.int64, device=step.slots.device)
         self.every_token_is_a_row = len(rows) == start
+        # So that a layer's `decode` may write the tokens: no block has to find them in the pages before, and none that
+        # they seal moves into host memory.
+        self.is_decode_step = bool(rows) and not self.runs and config.offload == "none"
         # Tokens visible to the rows, as the host knows them.
         self.row_lengths = [step.row_lengths[row] for row in rows] if self.runs else step.row_lengths
 
@@ -128,6 +135,15 @@ class Plan:
     def all_pages(self) -> torch.Tensor:
         """[R] sealed pages of the rows: K in a dense layer."""
         return torch.tensor(self.sealed_counts, dtype=torch.int64, device=self.rows.device)
+
+    def decode_step(self, pages: kernels.Pages) -> kernels.DecodeStep:
+        """Where every token is a row: what the layers' `decode` share, checked with the first layer's pages."""
+        if self._decode_step is None:
+            step = self.step
+            self._decode_step = kernels.DecodeStep(
+                *(pages, self.page_table, self.lengths, step.slots, step.sealed, step.into), backend=self.config.backend
+            )
+        return self._decode_step
 
     @cached_property
     def pages_held(self) -> int:

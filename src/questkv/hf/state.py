@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 
-from questkv import kernels
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, ConfigError, UnsupportedError
+from questkv.hf.counts import PageCounts
+from questkv.hf.group import Group, Softmax
 from questkv.hf.plan import Columns, Plan
-from questkv.pages import PageGeometry, PagePool, SequenceBatch, offload
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """How logits become weights: the softmax scale, and `softcap` and `sinks` as in `kernels.attend`."""
-
-    scale: float
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
+from questkv.pages import PageGeometry, PagePool, SequenceBatch
 
 
 # Called with a layer, its new queries [B, Hq, n, D] and how their logits become weights; see `QuestCache.observe`.
 Observer = Callable[[int, torch.Tensor, Softmax], None]
-
-
-@dataclass
-class Group:
-    """Layers of equal geometry: one pool, one page table.
-
-    Attributes:
-        pool: Their pages.
-        batch: Their sequences.
-        layers: The pool's layer of every model layer.
-        plan: How the tokens of the running forward are attended.
-    """
-
-    pool: PagePool
-    batch: SequenceBatch
-    layers: dict[int, int] = field(default_factory=dict)
-    plan: Plan | None = None
 
 
 class PagedState:
@@ -68,9 +41,7 @@ class PagedState:
         self.observer: Observer | None = None
         self._forward: Columns | None = None
         self._attended: set[int] = set()
-        self._pages_read: dict[int, torch.Tensor] = {}
-        self._pages_held: dict[int, int] = {}
-        self._fetches: dict[int, torch.Tensor] = {}
+        self.counts = PageCounts()
 
     @property
     def batch_size(self) -> int | None:
@@ -88,6 +59,32 @@ class PagedState:
         counts = [0] * len(group.batch) if step is None else step.counts
         return [length - count for length, count in zip(group.batch.lengths, counts, strict=True)]
 
+    def begin(self, batch: int, width: int, mask: torch.Tensor | None) -> None:
+        """Start a forward: find the real tokens among its columns and make room for them in every group.
+
+        Args:
+            batch: B.
+            width: Its columns, padding included.
+            mask: [B, columns] bool 2-D padding mask over all columns, or None.
+        """
+        self.settle()
+        if self.batch_size not in (None, batch):
+            raise CacheMismatchError(
+                f"[questkv] batch: expected {self.batch_size} sequences as in the cache, got {batch}; use a new cache, "
+                "cache.reset(), or cache.batch_repeat_interleave(n)"
+            )
+        forward = Columns(batch, width, self._new_columns(width, mask))
+        reserved: list[Group] = []
+        try:
+            for group in self.groups.values():
+                group.plan = Plan(group.batch.reserve(forward.counts), self.config)
+                reserved.append(group)
+        except BaseException:
+            for group in reserved:
+                group.batch.undo()
+            raise
+        self._forward = forward
+
     def attend(
         self,
         layer: int,
@@ -95,6 +92,8 @@ class PagedState:
         new: tuple[torch.Tensor, torch.Tensor] | None,
         mask: torch.Tensor | None,
         softmax: Softmax,
+        *,
+        begun: bool = False,
     ) -> torch.Tensor:
         """Write a layer's new keys and values and attend its new queries.
 
@@ -104,18 +103,24 @@ class PagedState:
             new: Keys and values [B, Hkv, width, D]; None if another layer that shares them has written them already.
             mask: [B, columns] bool 2-D padding mask over all columns, or None.
             softmax: Scale, soft cap and sinks.
+            begun: `begin` was called for this forward; if not, the first paged layer calls it.
 
         Returns:
             [B, width, Hq, D].
         """
-        fresh = None if new is None else self._write(layer, *new, mask)
+        if not begun and new is not None and layer == self.paged_layers[0]:
+            self.begin(new[0].shape[0], new[0].shape[2], mask)
+        fresh = None if new is None else self._write(layer, *new)
         group = self._group_of(layer)
         if group is None or group.plan is None or self._forward is None:
             raise CacheMismatchError(
                 f"[questkv] layer {layer}: expected its keys and values in the cache, got none yet"
             )
         tokens = self._forward.pack(query)
-        out = self._attend(layer, group, group.plan, tokens, softmax, fresh)
+        if fresh is None:
+            out = group.attend(layer, tokens, softmax, self.counts)
+        else:
+            out = group.step(layer, tokens, *fresh, softmax, self.counts)
         if self.observer is not None:
             self.observer(layer, query, softmax)
         if layer not in self._attended:
@@ -131,6 +136,19 @@ class PagedState:
             raise CacheMismatchError(f"[keys_values] layer: expected a paged layer that holds tokens, got {layer}")
         keys, values = group.batch.keys_values(group.layers[layer], sequence)
         return keys.to(group.pool.geometry.dtype), values.to(group.pool.geometry.dtype)
+
+    def fill(self, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """See `QuestCache.fill`."""
+        for layer in self.paged_layers:
+            keys, values = layers[layer]
+            if layer == self.paged_layers[0]:
+                self.begin(keys.shape[0], keys.shape[2], None)
+            group = self._group(layer, keys)
+            assert self._forward is not None
+            packed = self._forward.pack(keys), self._forward.pack(values)
+            group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
+            self._attended.add(layer)
+        self._commit()
 
     def settle(self) -> None:
         """Undo a forward that didn't reach the last paged layer."""
@@ -174,9 +192,7 @@ class PagedState:
             group.batch.free()
         self.groups.clear()
         self.columns, self.real = 0, None
-        self._pages_read.clear()
-        self._pages_held.clear()
-        self._fetches.clear()
+        self.counts.clear()
 
     def fork(self, config: QuestConfig) -> PagedState:
         """The same tokens in a second state, sharing every page; its counts start at zero."""
@@ -190,26 +206,11 @@ class PagedState:
         other = PagedState(config, self.paged_layers, self.max_tokens)
         other.columns, other.real = self.columns, self.real
         for geometry, group in self.groups.items():
-            other.groups[geometry] = Group(group.pool, group.batch.fork(), dict(group.layers))
+            other.groups[geometry] = Group(config, group.pool, group.batch.fork(), dict(group.layers))
         return other
 
-    def pages(self, layer: int) -> tuple[int, int]:
-        """Pages read and held in a layer's decode steps, summed over KV heads."""
-        read = self._pages_read.get(layer)
-        return 0 if read is None else int(read), self._pages_held.get(layer, 0)
-
-    @property
-    def fetches(self) -> tuple[int, int]:
-        """Pages in host memory that decode steps read: those the device had a copy of, and those it copied."""
-        there, copied = (sum(int(fetches[which]) for fetches in self._fetches.values()) for which in (0, 1))
-        return there, copied
-
-    def _write(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
-    ) -> kernels.NewTokens | None:
-        """Write a layer's new tokens, or give them back for `kernels.decode` to write where each is a row."""
-        if layer == self.paged_layers[0]:
-            self._begin(keys, mask)
+    def _write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Write a layer's new tokens, or give them back packed for `Group.step` to write where each is a row."""
         if self._forward is None or (keys.shape[0], keys.shape[2]) != (self._forward.batch, self._forward.width):
             raise CacheMismatchError(
                 f"[questkv] layer {layer}: expected the tokens that layer {self.paged_layers[0]} got in this forward"
@@ -222,32 +223,10 @@ class PagedState:
         group = self._group(layer, keys)
         packed = self._forward.pack(keys), self._forward.pack(values)
         assert group.plan is not None
-        moves = group.pool.geometry.offload == "host"
-        if len(group.plan.rows) and not group.plan.runs and not moves:
-            return group.batch.new_tokens(*packed)
+        if group.plan.is_decode_step:
+            return packed
         group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
         return None
-
-    def _begin(self, keys: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Start a forward: find the real tokens among its columns and make room for them in every group."""
-        self.settle()
-        batch, width = keys.shape[0], keys.shape[2]
-        if self.batch_size not in (None, batch):
-            raise CacheMismatchError(
-                f"[questkv] batch: expected {self.batch_size} sequences as in the cache, got {batch}; use a new cache, "
-                "cache.reset(), or cache.batch_repeat_interleave(n)"
-            )
-        forward = Columns(batch, width, self._new_columns(width, mask))
-        reserved: list[Group] = []
-        try:
-            for group in self.groups.values():
-                group.plan = Plan(group.batch.reserve(forward.counts), self.config)
-                reserved.append(group)
-        except BaseException:
-            for group in reserved:
-                group.batch.undo()
-            raise
-        self._forward = forward
 
     def _new_columns(self, width: int, mask: torch.Tensor | None) -> torch.Tensor | None:
         """[B, width] bool of the new columns, None if all are real."""
@@ -283,10 +262,16 @@ class PagedState:
 
     def _group_of(self, layer: int) -> Group | None:
         """The layer's group, None before its first token."""
-        return next((group for group in self.groups.values() if layer in group.layers), None)
+        for group in self.groups.values():
+            if layer in group.layers:
+                return group
+        return None
 
     def _group(self, layer: int, keys: torch.Tensor) -> Group:
         """The layer's group, made when its first layer arrives."""
+        known = self._group_of(layer)
+        if known is not None and known.pool.geometry.fits(keys):
+            return known
         geometry = PageGeometry(
             kv_heads=keys.shape[1],
             head_dim=keys.shape[3],
@@ -307,87 +292,9 @@ class PagedState:
             assert self._forward is not None
             if group is None:
                 pool = PagePool(geometry, max_tokens=self.max_tokens)
-                group = Group(pool, SequenceBatch(pool, self._forward.batch))
+                group = Group(self.config, pool, SequenceBatch(pool, self._forward.batch))
                 group.plan = Plan(group.batch.reserve(self._forward.counts), self.config)
                 self.groups[geometry] = group
             host = self.config.offload == "host" and not self.config.is_dense_layer(layer)
             group.layers[layer] = group.pool.add_layer(host=host)
         return group
-
-    def _attend(
-        self,
-        layer: int,
-        group: Group,
-        plan: Plan,
-        query: torch.Tensor,
-        softmax: Softmax,
-        fresh: kernels.NewTokens | None,
-    ) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows."""
-        if not len(query):
-            return query
-        pages = group.pool.layer(group.layers[layer])
-        out = torch.empty_like(query)
-        for run in plan.runs:
-            out[run.tokens] = kernels.prefill(
-                query[run.tokens],
-                pages,
-                run.page_table,
-                run.length,
-                scale=softmax.scale,
-                softcap=softmax.softcap,
-                sinks=softmax.sinks,
-                backend=self.config.backend,
-            )
-        if not len(plan.rows):
-            return out
-        pages_read = torch.empty_like(plan.lengths)
-        rows = self._decode(
-            layer, group, plan, query if plan.every_token_is_a_row else query[plan.rows], softmax, fresh, pages_read
-        )
-        if fresh is not None:
-            group.batch.written(group.layers[layer])
-        self._pages_read[layer] = self._pages_read.get(layer, 0) + pages_read.sum()
-        self._pages_held[layer] = self._pages_held.get(layer, 0) + plan.pages_held * pages.num_kv_heads
-        if plan.every_token_is_a_row:
-            return rows
-        out[plan.rows] = rows
-        return out
-
-    def _decode(
-        self,
-        layer: int,
-        group: Group,
-        plan: Plan,
-        query: torch.Tensor,
-        softmax: Softmax,
-        fresh: kernels.NewTokens | None,
-        pages_read: torch.Tensor,
-    ) -> torch.Tensor:
-        """[R, Hq, D] -> [R, Hq, D]: the plan's rows, from pages on the device or in host memory."""
-        dense, pool_layer = self.config.is_dense_layer(layer), group.layers[layer]
-        num_selected = plan.all_pages if dense else plan.num_selected
-        how: dict[str, Any] = {
-            "scale": softmax.scale,
-            "optimism": self.config.optimism,
-            "group": self.config.group,
-            "sink_pages": self.config.sink_pages,
-            "recent_pages": self.config.recent_pages,
-            "softcap": softmax.softcap,
-            "sinks": softmax.sinks,
-            "pages_read": pages_read,
-            "backend": self.config.backend,
-        }
-        fetched = group.pool.fetched(pool_layer)
-        if fetched is None:
-            pages = group.pool.layer(pool_layer)
-            return kernels.decode(query, pages, plan.page_table, plan.lengths, num_selected, new=fresh, **how)
-        heads = query.shape[1] // group.pool.geometry.kv_heads if self.config.group == "per_head" else 1
-        counts = plan.sealed_counts if dense else plan.selected_counts
-        fetched.reserve(plan.places(heads, counts))
-        fetches = torch.zeros(2, dtype=torch.int64, device=query.device)
-        out = offload.decode(
-            query, fetched, plan.page_table, plan.lengths, num_selected, plan.row_lengths, counts, fetches, **how
-        )
-        self._fetches[layer] = self._fetches.get(layer, 0) + fetches
-        return out

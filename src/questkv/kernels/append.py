@@ -24,5 +24,8 @@ def append(
         ValueError: A shape, a device or a slot is wrong.
         TypeError: A dtype is wrong.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.questkv.append(*pages.tensors(), slots, keys, values, backend)
+        return
     checks.check_new("append", pages, slots, keys, values)
     dispatch.resolve(backend, pages.device).append(pages, slots, keys, values)

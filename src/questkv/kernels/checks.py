@@ -202,10 +202,13 @@ def check_sealed(op: str, name: str, page_ids: torch.Tensor, into: torch.Tensor 
 
 def check_new(op: str, pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Slots [n] in the pages, keys and values [n, Hkv, D] that fit them."""
-    check_index(op, "slots", slots, pages)
-    if slots.ndim != 1:
-        raise ValueError(f"[{op}] slots: expected [n], got {list(slots.shape)}")
-    expected = [*slots.shape, pages.num_kv_heads, pages.head_dim]
+    check_slots(op, slots, pages)
+    check_states(op, pages, len(slots), keys, values)
+
+
+def check_states(op: str, pages: Pages, tokens: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """New keys and values [n, Hkv, D]."""
+    expected = [tokens, pages.num_kv_heads, pages.head_dim]
     for name, tensor in (("keys", keys), ("values", values)):
         if list(tensor.shape) != expected:
             raise ValueError(f"[{op}] {name}: expected {expected}, got {list(tensor.shape)}")
@@ -213,6 +216,13 @@ def check_new(op: str, pages: Pages, slots: torch.Tensor, keys: torch.Tensor, va
             raise TypeError(f"[{op}] {name}: expected {pages.dtype} like the pages, got {tensor.dtype}")
         if tensor.device != pages.device:
             raise ValueError(f"[{op}] {name}: expected device {pages.device}, got {tensor.device}")
+
+
+def check_slots(op: str, slots: torch.Tensor, pages: Pages) -> None:
+    """Slots [n] in plain pages."""
+    check_index(op, "slots", slots, pages)
+    if slots.ndim != 1:
+        raise ValueError(f"[{op}] slots: expected [n], got {list(slots.shape)}")
     # Reading values back would stop the host on a GPU; there the caller vouches for them.
     if slots.device.type != "cpu" or not slots.numel():
         return
@@ -222,3 +232,9 @@ def check_new(op: str, pages: Pages, slots: torch.Tensor, keys: torch.Tensor, va
     if pages.coded is not None:
         page_ids = torch.div(slots, pages.page_size, rounding_mode="floor")
         check_kind(op, "slots", page_ids, pages, coded=False)
+
+
+def check_linear_dtype(x: torch.Tensor) -> None:
+    """`linear` multiplies floats of 16 or 32 bits."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"[linear] x: expected float32, bfloat16 or float16, got {x.dtype}")

@@ -57,6 +57,16 @@ def decode(
         TypeError: A dtype is wrong.
     """
     checks.check_on_device("decode", pages)
+    if torch.compiler.is_compiling():
+        rows = (q, *pages.tensors(), page_table, lengths, num_selected, scale, softcap, sinks)
+        rule = (optimism, group, sink_pages, recent_pages, pages_read)
+        decoded: torch.Tensor
+        if new is None:
+            decoded = torch.ops.questkv.decode(*rows, *rule, backend)
+        else:
+            written = (new.slots, new.keys, new.values, new.sealed, new.into)
+            decoded = torch.ops.questkv.decode_new(*rows, *rule, *written, backend)
+        return decoded
     checks.check_rows("decode", q, pages, page_table, lengths)
     checks.check_per_row("decode", "num_selected", num_selected, q.shape[0], pages)
     checks.check_scale("decode", scale)
@@ -65,7 +75,7 @@ def decode(
     checks.check_softmax("decode", softcap, sinks, q)
     if pages_read is not None:
         checks.check_per_row("decode", "pages_read", pages_read, q.shape[0], pages)
-    _check_budget(num_selected, lengths, pages.page_size, sink_pages + recent_pages)
+    check_budget(num_selected, lengths, pages.page_size, sink_pages + recent_pages)
     if new is not None:
         checks.check_new("decode", pages, new.slots, new.keys, new.values)
         checks.check_sealed("decode", "sealed", new.sealed, new.into, pages)
@@ -88,7 +98,8 @@ def decode(
     return out
 
 
-def _check_budget(num_selected: torch.Tensor, lengths: torch.Tensor, page_size: int, forced: int) -> None:
+def check_budget(num_selected: torch.Tensor, lengths: torch.Tensor, page_size: int, forced: int) -> None:
+    """Every row may read its sink and recent pages."""
     # Reading values back would stop the host on a GPU; there the caller vouches for them.
     if num_selected.device.type != "cpu" or not num_selected.numel():
         return

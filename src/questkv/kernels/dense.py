@@ -20,6 +20,12 @@ def dense(
     backend: str = "auto",
 ) -> torch.Tensor:
     """Softmax attention of every row over all its tokens; arguments, result and errors as in `attend`."""
+    checks.check_on_device("dense", pages)
+    if torch.compiler.is_compiling():
+        attended: torch.Tensor = torch.ops.questkv.dense(
+            q, *pages.tensors(), page_table, lengths, scale, softcap, sinks, backend
+        )
+        return attended
     checks.check_read("dense", q, pages, page_table, lengths)
     checks.check_scale("dense", scale)
     checks.check_softmax("dense", softcap, sinks, q)
@@ -61,6 +67,11 @@ def prefill(
         ValueError: A shape, a device or a value is wrong.
         TypeError: A dtype is wrong.
     """
+    if torch.compiler.is_compiling():
+        attended: torch.Tensor = torch.ops.questkv.prefill(
+            q, *pages.tensors(), page_table, length, scale, softcap, sinks, backend
+        )
+        return attended
     checks.check_query("prefill", q, pages)
     if page_table.ndim != 1:
         raise ValueError(f"[prefill] page_table: expected [P], got {list(page_table.shape)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def resolve(backend: str, device: torch.device) -> Any:
             "[kernels] backend: expected the package triton for 'triton', got none; install it with: "
             "pip install 'questkv[triton]'"
         )
-    module = importlib.import_module(f"questkv.kernels.{backend}")
+    module = _module(backend)
     if backend == "native":
         if device.type != "cpu":
             raise ValueError(f"[kernels] backend: expected tensors on the CPU for 'native', got {device}")
@@ -71,6 +72,11 @@ def resolve(backend: str, device: torch.device) -> Any:
     if backend == "triton":
         module.check_device(device)
     return module
+
+
+@cache
+def _module(backend: str) -> Any:
+    return importlib.import_module(f"questkv.kernels.{backend}")
 
 
 def _has_triton() -> bool:

@@ -43,6 +43,11 @@ def estimate(
         ValueError: A shape, a device or a value is wrong.
         TypeError: A dtype is wrong.
     """
+    if torch.compiler.is_compiling():
+        scored: torch.Tensor = torch.ops.questkv.estimate(
+            q, *pages.tensors(), page_table, lengths, scale, optimism, group, backend
+        )
+        return scored
     checks.check_rows("estimate", q, pages, page_table, lengths)
     checks.check_scale("estimate", scale)
     checks.check_scoring("estimate", optimism, group)

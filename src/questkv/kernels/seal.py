@@ -29,5 +29,8 @@ def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None,
         ValueError: A shape, a device, a page id or its kind is wrong.
         TypeError: A dtype is wrong.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.questkv.seal(*pages.tensors(), page_ids, into, backend)
+        return
     checks.check_sealed("seal", "page_ids", page_ids, into, pages)
     dispatch.resolve(backend, pages.device).seal(pages, page_ids, into)

@@ -30,12 +30,18 @@ def select(
         backend: ``auto`` or a backend's name.
 
     Returns:
-        [R, H, K] int64 logical pages, ascending, K the most that a row selects; shorter rows end in -1.
+        [R, H, K] int64 logical pages, ascending, K the most that a row selects; shorter rows end in -1. Inside a graph
+        of torch.compile, where a shape can't depend on values, K is P.
 
     Raises:
         ValueError: A shape is wrong, or a row's `num_selected` can't hold its sink and recent pages.
         TypeError: A dtype is wrong.
     """
+    if torch.compiler.is_compiling():
+        padded: torch.Tensor = torch.ops.questkv.select(
+            scores, num_pages, num_selected, sink_pages, recent_pages, backend
+        )
+        return padded
     if scores.ndim != 3:
         raise ValueError(f"[select] scores: expected [R, H, P], got {list(scores.shape)}")
     if scores.dtype != torch.float32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,6 +74,45 @@ class Pages:
                     f"got {segment.boxes.dtype}"
                 )
 
+    @classmethod
+    def of(
+        cls,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        boxes: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        value_scales: Sequence[torch.Tensor],
+    ) -> Pages:
+        """The pages whose `tensors` these are."""
+        of_coded = iter(value_scales)
+        return cls(
+            tuple(
+                PageSegment(
+                    keys[i],
+                    values[i],
+                    boxes[i],
+                    scales[i] if scales else None,
+                    next(of_coded) if keys[i].dtype == torch.uint8 else None,
+                    host=keys[i].device != boxes[i].device,
+                )
+                for i in range(len(keys))
+            )
+        )
+
+    def tensors(self) -> tuple[list[torch.Tensor], ...]:
+        """Five lists, as custom operators take them: keys, values and boxes, one of each a segment.
+
+        Then scales, one a segment or none at all, and value scales, one a coded segment.
+        """
+        segments = self.segments
+        return (
+            [segment.keys for segment in segments],
+            [segment.values for segment in segments],
+            [segment.boxes for segment in segments],
+            [segment.scales for segment in segments if segment.scales is not None],
+            [segment.value_scales for segment in segments if segment.value_scales is not None],
+        )
+
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First physical page of every segment, and the end of the last: one more entry than segments."""
@@ -80,6 +120,13 @@ class Pages:
         for segment in self.segments:
             starts.append(starts[-1] + segment.keys.shape[1])
         return tuple(starts)
+
+    @cached_property
+    def layout(self) -> tuple[object, ...]:
+        """What layers of one pool have in common: pages and kind of every segment, Hkv, S, D, dtype, device, boxes."""
+        first = self.segments[0]
+        kinds = tuple((segment.keys.shape[1], segment.coded, segment.host) for segment in self.segments)
+        return (kinds, self.num_kv_heads, self.page_size, self.head_dim, self.dtype, self.device, first.boxes.dtype)
 
     @property
     def num_pages(self) -> int:

@@ -137,18 +137,8 @@ class SequenceBatch:
                 self.pool.seal(layer, step.sealed, step.into, backend=backend)
         step.written.add(layer)
 
-    def new_tokens(self, keys: torch.Tensor, values: torch.Tensor) -> kernels.NewTokens:
-        """The reserved tokens of one layer for `kernels.decode` to write; `written` follows when it has.
-
-        Args:
-            keys: [T, Hkv, D] the new tokens, sequence after sequence.
-            values: Like `keys`.
-        """
-        step = self._reserved()
-        return kernels.NewTokens(step.slots, keys, values, step.sealed, step.into)
-
     def written(self, layer: int) -> None:
-        """Note that a layer holds the reserved tokens."""
+        """Note that a layer holds the reserved tokens: `kernels.DecodeStep` has written them."""
         self._reserved().written.add(layer)
 
     def keys_values(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,6 +53,16 @@ class PageGeometry:
         """Whether a page that is sealed moves into a page of another kind: a closed one."""
         return self.kv_dtype == "int8" or self.offload == "host"
 
+    def fits(self, keys: torch.Tensor) -> bool:
+        """Whether keys [B, Hkv, n, D] are of these heads, this head dim, dtype and device."""
+        shape = keys.shape
+        return (
+            shape[1] == self.kv_heads
+            and shape[3] == self.head_dim
+            and keys.dtype == self.dtype
+            and keys.device == self.device
+        )
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of one plain page's keys and values in one layer."""

@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from questkv.errors import UnsupportedError
 from questkv.hf.layer import PagedKeys
-from questkv.hf.state import Softmax
+from questkv.hf.group import Softmax
 from questkv.policies.softmax import attention_logits, attention_weights
 from questkv.policies.tokens import HeldTokens
 

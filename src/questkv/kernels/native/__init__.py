@@ -5,7 +5,7 @@ The environment variable ``QUESTKV_ISA`` forces one of `instruction_sets()`. Pre
 
 from questkv.kernels.blockwise import prefill
 from questkv.kernels.native.module import instruction_set, instruction_sets, is_built, load
-from questkv.kernels.native.operators import append, attend, decode, dense, estimate, seal, select
+from questkv.kernels.native.operators import append, attend, decode, dense, estimate, linear, seal, select
 
 __all__ = [
     "append",
@@ -16,6 +16,7 @@ __all__ = [
     "instruction_set",
     "instruction_sets",
     "is_built",
+    "linear",
     "load",
     "prefill",
     "seal",

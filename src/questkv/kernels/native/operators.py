@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.utils.dlpack
 
 from questkv.errors import UnsupportedError
 from questkv.kernels.native.module import instruction_set, load
 from questkv.kernels.types import NewTokens, Pages
+
+# A capsule made here costs a tenth of what the module would spend on asking the tensor for one.
+lend: Callable[[torch.Tensor], Any] = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]
 
 _GROUPS = {"mean": 0, "softmax_mean": 1, "per_head": 2}
 _layers: WeakKeyDictionary[Pages, Any] = WeakKeyDictionary()
@@ -18,14 +23,20 @@ _layers: WeakKeyDictionary[Pages, Any] = WeakKeyDictionary()
 def append(pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """As `kernels.append`."""
     load().append(
-        instruction_set(), _layer(pages), slots, keys.contiguous(), values.contiguous(), torch.get_num_threads()
+        instruction_set(),
+        _layer(pages),
+        lend(slots.contiguous()),
+        lend(keys.contiguous()),
+        lend(values.contiguous()),
+        torch.get_num_threads(),
     )
 
 
 def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None) -> None:
     """As `kernels.seal`."""
-    targets = None if into is None else into.contiguous()
-    load().seal(instruction_set(), _layer(pages), page_ids.contiguous(), targets, torch.get_num_threads())
+    load().seal(
+        instruction_set(), _layer(pages), lend(page_ids.contiguous()), _lend_some(into), torch.get_num_threads()
+    )
 
 
 def estimate(
@@ -43,13 +54,13 @@ def estimate(
     load().estimate(
         instruction_set(),
         _layer(pages),
-        q.contiguous(),
-        page_table.contiguous(),
-        lengths.contiguous(),
+        lend(q.contiguous()),
+        lend(page_table.contiguous()),
+        lend(lengths.contiguous()),
         scale,
         optimism,
         _GROUPS[group],
-        scores,
+        lend(scores),
         torch.get_num_threads(),
     )
     return scores
@@ -63,12 +74,12 @@ def select(
     selection = scores.new_empty((*scores.shape[:2], width), dtype=torch.int64)
     load().select(
         instruction_set(),
-        scores.contiguous(),
-        num_pages.contiguous(),
-        num_selected.contiguous(),
+        lend(scores.contiguous()),
+        lend(num_pages.contiguous()),
+        lend(num_selected.contiguous()),
         sink_pages,
         recent_pages,
-        selection,
+        lend(selection),
         torch.get_num_threads(),
     )
     return selection
@@ -93,14 +104,14 @@ def attend(
     load().attend(
         instruction_set(),
         _layer(pages),
-        q.contiguous(),
-        page_table.contiguous(),
-        lengths.contiguous(),
-        None if selection is None else selection.contiguous(),
+        lend(q.contiguous()),
+        lend(page_table.contiguous()),
+        lend(lengths.contiguous()),
+        _lend_some(selection),
         scale,
         softcap or 0.0,
         _sinks(sinks),
-        out,
+        lend(out),
         torch.get_num_threads(),
     )
     return out
@@ -141,10 +152,10 @@ def decode(
     load().decode(
         instruction_set(),
         _layer(pages),
-        q.contiguous(),
-        page_table.contiguous(),
-        lengths.contiguous(),
-        num_selected.contiguous(),
+        lend(q.contiguous()),
+        lend(page_table.contiguous()),
+        lend(lengths.contiguous()),
+        lend(num_selected.contiguous()),
         scale,
         optimism,
         _GROUPS[group],
@@ -152,13 +163,20 @@ def decode(
         recent_pages,
         softcap or 0.0,
         _sinks(sinks),
-        counts,
-        None if new is None else (new.slots, new.keys.contiguous(), new.values.contiguous(), new.sealed, new.into),
-        out,
+        _lend_some(counts),
+        None if new is None else _new(new),
+        lend(out),
         torch.get_num_threads(),
     )
     if pages_read is not None and counts is not None and counts is not pages_read:
         pages_read.copy_(counts)
+    return out
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As `kernels.linear`."""
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    load().linear(instruction_set(), lend(x), lend(weight), _lend_some(bias), lend(out), torch.get_num_threads())
     return out
 
 
@@ -176,5 +194,14 @@ def _layer(pages: Pages) -> Any:
     return layer
 
 
-def _sinks(sinks: torch.Tensor | None) -> torch.Tensor | None:
-    return None if sinks is None else sinks.detach().float().contiguous()
+def _new(new: NewTokens) -> tuple[Any, ...]:
+    keys, values = lend(new.keys.contiguous()), lend(new.values.contiguous())
+    return lend(new.slots.contiguous()), keys, values, lend(new.sealed.contiguous()), _lend_some(new.into)
+
+
+def _sinks(sinks: torch.Tensor | None) -> Any:
+    return None if sinks is None else lend(sinks.detach().float().contiguous())
+
+
+def _lend_some(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else lend(tensor.contiguous())

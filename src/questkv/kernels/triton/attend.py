@@ -132,6 +132,7 @@ def attention(
             kv_heads,
             **shared,
             BLOCK_G=blocks.heads,
+            PIECE=min(blocks.piece, shared["BLOCK_D"]),
             SOFTCAP=softcap is not None,
             CODES=storage.has_codes,
             SEGMENTED=len(storage.table) > 1,

@@ -11,7 +11,7 @@ from questkv.kernels.triton.arithmetic import (
     tanh,
     widen,
 )
-from questkv.kernels.triton.language import constant, jit, tl
+from questkv.kernels.triton.language import jit, tl
 from questkv.kernels.triton.rows import part_size, row_extent
 from questkv.kernels.triton.storage import (
     BOXES,
@@ -23,8 +23,6 @@ from questkv.kernels.triton.storage import (
     place_of,
     row_of,
 )
-
-PIECE_D = constant(64)  # channels of a piece of a coded key
 
 
 @jit(do_not_specialize=["table_row", "table_head", "members_width", "list_width", "kv_heads"])
@@ -65,6 +63,7 @@ def attend_part(
     LISTED: tl.constexpr,
     MEMBERS: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    PIECE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     CODES: tl.constexpr,
     SEGMENTED: tl.constexpr,
@@ -126,7 +125,7 @@ def attend_part(
             o_box = tl.multiple_of(tl.load(p_row + BOXES) + place * (2 * D), BOX_UNIT)
             p_box_scale = p_scales + tl.load(p_row + SCALES) + place
             b_s = mixed_logits(
-                p_q, p_keys, p_coded_keys, p_boxes, o_head, o_key, o_box, m_g, m_plain, m_coded, D, BLOCK_D
+                p_q, p_keys, p_coded_keys, p_boxes, o_head, o_key, o_box, m_g, m_plain, m_coded, D, BLOCK_D, PIECE
             )
             b_s *= tl.load(p_box_scale, mask=m_coded, other=1.0)[None, :]
         else:
@@ -192,6 +191,7 @@ def mixed_logits(
     m_coded,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """[BLOCK_G, BLOCK_T] q . k of plain and coded keys; of coded ones it is still to be times the box's scale s.
 
@@ -199,7 +199,6 @@ def mixed_logits(
     where s is +inf all of it is 0, and 0 * inf is NaN. Channels go in pieces: a whole row of decoded keys, and of their
     parts in the model's type, wants more registers than there are.
     """
-    PIECE: tl.constexpr = min(BLOCK_D, PIECE_D)
     b_s = tl.zeros([m_g.shape[0], m_plain.shape[0]], tl.float32)
     for i in tl.static_range(BLOCK_D // PIECE):
         o_d = i * PIECE + tl.arange(0, PIECE)

@@ -27,6 +27,7 @@ class AttendBlocks:
         warps: Warps a program.
         stages: Tiles under way at once.
         merge: Parts that are merged at a time.
+        piece: Channels of coded keys that are decoded at a time.
     """
 
     tokens: int
@@ -36,6 +37,7 @@ class AttendBlocks:
     warps: int
     stages: int
     merge: int
+    piece: int
 
     def parts(self, tokens: int) -> int:
         """Most parts of any row of at most `tokens` tokens."""
@@ -134,6 +136,7 @@ def attend_blocks(arch: int, head_dim: int, group: int, kv_heads: int, element: 
         warps=warps,
         stages=stages,
         merge=16,
+        piece=64,
     )
 
 

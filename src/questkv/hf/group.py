@@ -1,0 +1,150 @@
+"""Layers of equal geometry, which share a page table, and how one of them attends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from questkv import kernels
+from questkv.config import QuestConfig
+from questkv.hf.counts import PageCounts
+from questkv.hf.plan import Plan
+from questkv.pages import PagePool, SequenceBatch, offload
+from questkv.pages.fetched import FetchedPages
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How logits become weights: the softmax scale, and `softcap` and `sinks` as in `kernels.attend`."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass
+class Group:
+    """Layers of equal geometry: one pool, one page table.
+
+    Attributes:
+        config: The method's configuration.
+        pool: Their pages.
+        batch: Their sequences.
+        layers: The pool's layer of every model layer.
+        plan: How the tokens of the running forward are attended.
+    """
+
+    config: QuestConfig
+    pool: PagePool
+    batch: SequenceBatch
+    layers: dict[int, int] = field(default_factory=dict)
+    plan: Plan | None = None
+
+    def attend(self, layer: int, query: torch.Tensor, softmax: Softmax, counts: PageCounts) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows; all tokens are written."""
+        if not query.shape[0]:
+            return query
+        plan = self._plan()
+        pages = self.pool.layer(self.layers[layer])
+        out = torch.empty_like(query) if plan.runs else query
+        for run in plan.runs:
+            out[run.tokens] = kernels.prefill(
+                query[run.tokens],
+                pages,
+                run.page_table,
+                run.length,
+                scale=softmax.scale,
+                softcap=softmax.softcap,
+                sinks=softmax.sinks,
+                backend=self.config.backend,
+            )
+        if not len(plan.rows):
+            return out
+        rows = self._decode(layer, plan, query if plan.every_token_is_a_row else query[plan.rows], softmax, counts)
+        if plan.every_token_is_a_row:
+            return rows
+        out[plan.rows] = rows
+        return out
+
+    def step(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        softmax: Softmax,
+        counts: PageCounts,
+    ) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D] in a decode step: keys and values [T, Hkv, D] are written on the way."""
+        plan = self._plan()
+        pages = self.pool.layer(self.layers[layer])
+        pages_read = torch.empty_like(plan.lengths)
+        out = plan.decode_step(pages).decode(
+            query, pages, self._num_selected(layer, plan), keys, values, pages_read=pages_read, **self._rule(softmax)
+        )
+        self.batch.written(self.layers[layer])
+        counts.add(layer, pages_read, plan.pages_held * pages.num_kv_heads)
+        return out
+
+    def _decode(
+        self, layer: int, plan: Plan, query: torch.Tensor, softmax: Softmax, counts: PageCounts
+    ) -> torch.Tensor:
+        """[R, Hq, D] -> [R, Hq, D]: the plan's rows, from pages on the device or in host memory."""
+        pages_read = torch.empty_like(plan.lengths)
+        rule = {**self._rule(softmax), "pages_read": pages_read, "backend": self.config.backend}
+        pages, fetched = self.pool.layer(self.layers[layer]), self.pool.fetched(self.layers[layer])
+        if fetched is None:
+            selected = self._num_selected(layer, plan)
+            out = kernels.decode(query, pages, plan.page_table, plan.lengths, selected, **rule)
+        else:
+            out = self._fetch_and_decode(layer, plan, query, fetched, rule, counts)
+        counts.add(layer, pages_read, plan.pages_held * pages.num_kv_heads)
+        return out
+
+    def _fetch_and_decode(
+        self,
+        layer: int,
+        plan: Plan,
+        query: torch.Tensor,
+        fetched: FetchedPages,
+        rule: dict[str, Any],
+        counts: PageCounts,
+    ) -> torch.Tensor:
+        heads = query.shape[1] // self.pool.geometry.kv_heads if self.config.group == "per_head" else 1
+        selected_counts = plan.sealed_counts if self.config.is_dense_layer(layer) else plan.selected_counts
+        fetched.reserve(plan.places(heads, selected_counts))
+        fetches = torch.zeros(2, dtype=torch.int64, device=query.device)
+        out = offload.decode(
+            query,
+            fetched,
+            plan.page_table,
+            plan.lengths,
+            self._num_selected(layer, plan),
+            plan.row_lengths,
+            selected_counts,
+            fetches,
+            **rule,
+        )
+        counts.add_fetches(layer, fetches)
+        return out
+
+    def _plan(self) -> Plan:
+        assert self.plan is not None, "a forward is under way"
+        return self.plan
+
+    def _num_selected(self, layer: int, plan: Plan) -> torch.Tensor:
+        return plan.all_pages if self.config.is_dense_layer(layer) else plan.num_selected
+
+    def _rule(self, softmax: Softmax) -> dict[str, Any]:
+        """How a decode step scores, selects and weighs."""
+        return {
+            "scale": softmax.scale,
+            "softcap": softmax.softcap,
+            "sinks": softmax.sinks,
+            "optimism": self.config.optimism,
+            "group": self.config.group,
+            "sink_pages": self.config.sink_pages,
+            "recent_pages": self.config.recent_pages,
+        }
