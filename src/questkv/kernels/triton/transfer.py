@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from questkv.kernels.triton.language import cdiv, jit, next_power_of_2, tl
+from questkv.kernels.triton.language import jit, next_power_of_2, tl
 from questkv.kernels.triton.launch import on
 from questkv.kernels.triton.storage import (
     BOXES,
@@ -48,7 +48,6 @@ def transfer(source: Pages, page_ids: torch.Tensor, target: Pages, into: torch.T
             BLOCK=blocks.channels,
             BLOCK_S=next_power_of_2(2 * source.page_size),
             BLOCK_D=next_power_of_2(2 * dim),
-            PIECES=cdiv(tokens, blocks.channels),
             INT8=old.int8_boxes,
             CODES=old.has_codes,
             OLD_SEGMENTED=len(old.table) > 1,
@@ -85,7 +84,6 @@ def copy_pages(
     BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PIECES: tl.constexpr,
     INT8: tl.constexpr,
     CODES: tl.constexpr,
     OLD_SEGMENTED: tl.constexpr,
@@ -113,23 +111,23 @@ def copy_pages(
     if CODES:
         coded = tl.load(p_old + CODED)
     if coded != 0:
-        copy(p_old_coded_keys + o_old_keys, p_new_coded_keys + o_new_keys, S * D, BLOCK, PIECES)
-        copy(p_old_coded_values + o_old_values, p_new_coded_values + o_new_values, S * D, BLOCK, PIECES)
+        copy(p_old_coded_keys + o_old_keys, p_new_coded_keys + o_new_keys, S * D, BLOCK)
+        copy(p_old_coded_values + o_old_values, p_new_coded_values + o_new_values, S * D, BLOCK)
         p_steps = p_old_value_scales + tl.load(p_old + VALUE_SCALES) + o_old * (2 * S)
-        copy(p_steps, p_new_value_scales + tl.load(p_new + VALUE_SCALES) + o_new * (2 * S), 2 * S, BLOCK_S, 1)
+        copy(p_steps, p_new_value_scales + tl.load(p_new + VALUE_SCALES) + o_new * (2 * S), 2 * S, BLOCK_S)
     else:
-        copy(p_old_keys + o_old_keys, p_new_keys + o_new_keys, S * D, BLOCK, PIECES)
-        copy(p_old_values + o_old_values, p_new_values + o_new_values, S * D, BLOCK, PIECES)
+        copy(p_old_keys + o_old_keys, p_new_keys + o_new_keys, S * D, BLOCK)
+        copy(p_old_values + o_old_values, p_new_values + o_new_values, S * D, BLOCK)
     p_box = p_old_boxes + tl.load(p_old + BOXES) + o_old * (2 * D)
-    copy(p_box, p_new_boxes + tl.load(p_new + BOXES) + o_new * (2 * D), 2 * D, BLOCK_D, 1)
+    copy(p_box, p_new_boxes + tl.load(p_new + BOXES) + o_new * (2 * D), 2 * D, BLOCK_D)
     if INT8:
         scale = tl.load(p_old_scales + tl.load(p_old + SCALES) + o_old)
         tl.store(p_new_scales + tl.load(p_new + SCALES) + o_new, scale)
 
 
 @jit
-def copy(p_from, p_to, SIZE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+def copy(p_from, p_to, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """SIZE numbers that lie side by side."""
-    for i in tl.static_range(PIECES):
-        o = i * BLOCK + tl.arange(0, BLOCK)
+    for start in range(0, SIZE, BLOCK):
+        o = start + tl.arange(0, BLOCK)
         tl.store(p_to + o, tl.load(p_from + o, mask=o < SIZE), mask=o < SIZE)
