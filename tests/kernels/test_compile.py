@@ -15,7 +15,7 @@ from questkv import kernels
 from questkv.kernels import NewTokens, Pages, PageSegment
 
 SHAPE = Shape(kv_heads=2, group=3, head_dim=16, page_size=4)
-NAMES = ("append", "seal", "estimate", "select", "attend", "dense", "prefill", "decode", "decode_new")
+NAMES = ("append", "seal", "estimate", "select", "attend", "dense", "prefill", "decode", "decode_new", "transfer")
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +75,11 @@ def calls(case: Case) -> dict[str, Callable[..., Any]]:
         )
         return out, read
 
+    # Pages that change places, of either kind, another way round in every head; -1 copies nothing.
+    turned = [kind.nonzero().flatten() for kind in (plain, ~plain)]
+    source_ids = torch.stack([torch.cat(turned), torch.cat([kind.flip(0) for kind in turned])])
+    target_ids = torch.cat([kind.roll(1) for kind in turned]).expand(2, -1)
+    source_ids[1, 0] = -1
     return {
         "append": lambda pages, q: kernels.append(pages, slots, *new),
         "seal": lambda pages, q: kernels.seal(pages, to_seal, into),
@@ -85,6 +90,8 @@ def calls(case: Case) -> dict[str, Callable[..., Any]]:
         "prefill": lambda pages, q: kernels.prefill(q, pages, table[0], 37, scale=scale),
         "decode": lambda pages, q: decode(pages, q, None),
         "decode_new": lambda pages, q: decode(pages, q, NewTokens(slots, new[0], new[1], to_seal, into)),
+        # The native backend has none.
+        "transfer": lambda pages, q: kernels.transfer(case.pages, source_ids, pages, target_ids, backend="reference"),
     }
 
 
@@ -155,6 +162,8 @@ class Recorder(torch.fx.Interpreter):
 def test_torch_accepts_the_operator(name: str, backend: str) -> None:
     if backend not in kernels.available_backends():
         pytest.skip("the compiled module is not built here")
+    if (name, backend) == ("transfer", "native"):
+        pytest.skip("pages in host memory are for GPUs")
     case, seen = make_case("coded"), {}
     pages = copied(case.pages)
     torch.compile(calls(case)[name], fullgraph=True, backend=lambda graph, _: Recorder(graph, seen).run)(pages, case.q)

@@ -117,14 +117,14 @@ def _bytes_read(rule: Rule, steps: LayerSteps, budget: int, tokens: torch.Tensor
     if rule.method != QUEST:
         return read
     config = rule.config
-    geometry = steps.geometry(rule.page_size, config.box_dtype)
+    geometry = steps.geometry(rule.page_size, config.box_dtype, "int8" if rule.coded else "model")
     box_bytes = geometry.box_bytes
     if rule.coded:
         # Boxes are the code book: attention reads them again, with the page.
         open_tokens = (steps.lengths - 1) % rule.page_size + 1
         in_open = float(open_tokens.double().mean()) * len(steps.keys)
         pages = (float(tokens.double().mean()) - in_open) / rule.page_size
-        read = in_open * per_token + pages * geometry.coded_page_bytes / len(steps.keys)
+        read = in_open * per_token + pages * geometry.closed_page_bytes / len(steps.keys)
     # A row that its budget covers is read densely, without a look at the boxes.
     sparse = [length for length in steps.lengths.tolist() if length > budget]
     boxes = sum((length - 1) // rule.page_size for length in sparse) * box_bytes

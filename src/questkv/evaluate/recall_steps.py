@@ -47,10 +47,10 @@ class LayerSteps:
         """Some of the steps, with the same tokens."""
         return replace(self, queries=self.queries[rows], lengths=self.lengths[rows])
 
-    def geometry(self, page_size: int, box_dtype: str) -> PageGeometry:
+    def geometry(self, page_size: int, box_dtype: str, kv_dtype: str = "model") -> PageGeometry:
         """The shape of this layer's pages of `page_size` tokens."""
         heads, _, dim = self.keys.shape
-        return PageGeometry(heads, dim, page_size, self.keys.dtype, self.keys.device, box_dtype)
+        return PageGeometry(heads, dim, page_size, self.keys.dtype, self.keys.device, box_dtype, kv_dtype)
 
     def paged(self, page_size: int, box_dtype: str, backend: str) -> kernels.Pages:
         """The tokens in pages of `page_size`, every full page sealed; logical page p is physical page p."""
@@ -65,7 +65,7 @@ class LayerSteps:
         """Keys and values [Hkv, n, D] float32 as pages in eight bits give them back; an open page's as they were."""
         plain = self.paged(page_size, "int8", backend).segments[0]
         full = self.keys.shape[1] // page_size
-        codes = self.geometry(page_size, "int8").allocate(max(full, 1), coded=True)
+        codes = self.geometry(page_size, "int8", "int8").allocate(max(full, 1), closed=True)
         pages, every = kernels.Pages((plain, codes)), torch.arange(full, device=self.keys.device)
         kernels.seal(pages, every, plain.keys.shape[1] + every, backend=backend)
         decoded = gather_tokens(pages, plain.keys.shape[1] + every)

@@ -10,8 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from questkv.errors import CacheMismatchError, UnsupportedError
-from questkv.hf.layer import PagedKeys
 from questkv.hf.group import Softmax
+from questkv.hf.layer import PagedKeys
 from questkv.hf.step_operator import HANDLE
 
 NAME = "questkv"

@@ -16,9 +16,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.attention import local_attention, mark_own_layer
+from questkv.hf.group import Softmax
 from questkv.hf.layer import PagedLayer
 from questkv.hf.report import CacheReport, LayerReport
-from questkv.hf.group import Softmax
 from questkv.hf.state import Observer, PagedState
 from questkv.hf.step_operator import new_handle
 

@@ -13,7 +13,6 @@ from questkv.hf.group import Group, Softmax
 from questkv.hf.plan import Columns, Plan
 from questkv.pages import PageGeometry, PagePool, SequenceBatch
 
-
 # Called with a layer, its new queries [B, Hq, n, D] and how their logits become weights; see `QuestCache.observe`.
 Observer = Callable[[int, torch.Tensor, Softmax], None]
 

@@ -46,7 +46,6 @@ def attend(
         TypeError: A dtype is wrong.
         UnsupportedError: Pages lie in host memory, or the backend takes no table of each head's own.
     """
-    checks.check_on_device("attend", pages)
     if torch.compiler.is_compiling():
         attended: torch.Tensor = torch.ops.questkv.attend(
             q, *pages.tensors(), page_table, lengths, selection, scale, softcap, sinks, backend

@@ -21,6 +21,10 @@ Tensors = Sequence[torch.Tensor]
 
 _READ = "Tensor[] keys, Tensor[] values, Tensor[] boxes, Tensor[] scales, Tensor[] value_scales"
 _WRITTEN = "Tensor(a!)[] keys, Tensor(b!)[] values, Tensor(c!)[] boxes, Tensor(d!)[] scales, Tensor(e!)[] value_scales"
+_TARGET = (
+    "Tensor(a!)[] new_keys, Tensor(b!)[] new_values, Tensor(c!)[] new_boxes, Tensor(d!)[] new_scales, "
+    "Tensor(e!)[] new_value_scales"
+)
 _SOFTMAX = "float scale, float? softcap, Tensor? sinks"
 _DECODE = (
     f"Tensor page_table, Tensor lengths, Tensor num_selected, {_SOFTMAX}, float optimism, str group, "
@@ -103,6 +107,28 @@ def seal(
 ) -> None:
     """As `kernels.seal`."""
     kernels.seal(Pages.of(keys, values, boxes, scales, value_scales), page_ids, into, backend=backend)
+
+
+@_operator(f"transfer({_READ}, Tensor page_ids, {_TARGET}, Tensor into, str backend) -> ()", _nothing)
+def transfer(
+    keys: Tensors,
+    values: Tensors,
+    boxes: Tensors,
+    scales: Tensors,
+    value_scales: Tensors,
+    page_ids: torch.Tensor,
+    new_keys: Tensors,
+    new_values: Tensors,
+    new_boxes: Tensors,
+    new_scales: Tensors,
+    new_value_scales: Tensors,
+    into: torch.Tensor,
+    backend: str,
+) -> None:
+    """As `kernels.transfer`, between pages that don't overlap."""
+    source = Pages.of(keys, values, boxes, scales, value_scales)
+    target = Pages.of(new_keys, new_values, new_boxes, new_scales, new_value_scales)
+    kernels.transfer(source, page_ids, target, into, backend=backend)
 
 
 @_operator(

@@ -56,7 +56,6 @@ def decode(
         ValueError: A shape, a device or a value is wrong.
         TypeError: A dtype is wrong.
     """
-    checks.check_on_device("decode", pages)
     if torch.compiler.is_compiling():
         rows = (q, *pages.tensors(), page_table, lengths, num_selected, scale, softcap, sinks)
         rule = (optimism, group, sink_pages, recent_pages, pages_read)
@@ -67,6 +66,7 @@ def decode(
             written = (new.slots, new.keys, new.values, new.sealed, new.into)
             decoded = torch.ops.questkv.decode_new(*rows, *rule, *written, backend)
         return decoded
+    checks.check_on_device("decode", pages)
     checks.check_rows("decode", q, pages, page_table, lengths)
     checks.check_per_row("decode", "num_selected", num_selected, q.shape[0], pages)
     checks.check_scale("decode", scale)

@@ -39,6 +39,7 @@ class DecodeStep:
         *,
         backend: str = "auto",
     ) -> None:
+        checks.check_on_device("decode", pages)
         checks.check_table("decode", page_table, lengths, pages)
         checks.check_slots("decode", slots, pages)
         checks.check_sealed("decode", "sealed", sealed, into, pages)

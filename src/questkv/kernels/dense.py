@@ -20,7 +20,6 @@ def dense(
     backend: str = "auto",
 ) -> torch.Tensor:
     """Softmax attention of every row over all its tokens; arguments, result and errors as in `attend`."""
-    checks.check_on_device("dense", pages)
     if torch.compiler.is_compiling():
         attended: torch.Tensor = torch.ops.questkv.dense(
             q, *pages.tensors(), page_table, lengths, scale, softcap, sinks, backend

@@ -28,6 +28,9 @@ def transfer(
         TypeError: A dtype is wrong.
         UnsupportedError: The backend has no such operator (``native``: pages in host memory are for GPUs).
     """
+    if torch.compiler.is_compiling():
+        torch.ops.questkv.transfer(*source.tensors(), page_ids, *target.tensors(), into, backend)
+        return
     for name in ("num_kv_heads", "page_size", "head_dim", "dtype", "device"):
         ours, theirs = getattr(source, name), getattr(target, name)
         if ours != theirs:
