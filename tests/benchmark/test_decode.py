@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +82,23 @@ def test_rows_name_ours_and_transformers(model: Any, ids: list[int], kv_dtype: s
     assert all(row.tokens_per_s == pytest.approx(1000 / row.ms_per_token) for row in rows)
     assert percent == sorted(percent)
     assert percent[-1] == 100
+
+
+def test_compiled_steps_of_all_caches_are_one_graph_a_model(
+    model: Any, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Run as torch sees it; tests/hf/test_compiled_inductor.py has the C++ that is made of it.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    contents = make_contents(model, ids[:CONTEXT])
+    models = {MODEL_WEIGHTS: build("llama", "sdpa").requires_grad_(False)}
+    models[MODEL_WEIGHTS].load_state_dict(model.state_dict())
+    steps = ids[CONTEXT : CONTEXT + UNTIMED_STEPS + 3]
+    # transformers' own steps run between ours, with another attention in the same model.
+    rows = measure(models[MODEL_WEIGHTS], models, contents, CONFIG, CONTEXT, steps, compiled=True)
+    assert [row.name for row in rows] == ["questkv-sparse", "questkv-dense", "transformers-sdpa"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 class Wrong:

@@ -39,6 +39,7 @@ def test_json_on_standard_output_is_all_there_is(run: Run, tiny_model: str) -> N
     assert gains["questkv-dense:int8"] == pytest.approx(medians["questkv-dense:int8"] / medians["questkv-sparse:int8"])
     assert values["config"]["token_budget"] == 160
     assert values["model"]["weights"] == ["model", "int8"]
+    assert values["compiled"] is False
 
 
 def test_what_was_not_timed_and_how_contexts_were_made_is_said(run: Run, tiny_model: str, tmp_path: Path) -> None:
@@ -55,6 +56,19 @@ def test_what_was_not_timed_and_how_contexts_were_made_is_said(run: Run, tiny_mo
     assert "pip install llama-cpp-python" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(rows.read_text(encoding="utf-8"))["rows"]) == 6
+
+
+def test_compiled_steps_are_named_so_and_kept_where_torch_keeps_them(
+    run: Run, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    rows = tmp_path / "rows.json"
+    options = ("--weights", "model", "--no-memory", "--compile", "--json", str(rows))
+    done = run(*SHORT, "--model", tiny_model, *options)
+    assert done.exit_code == 0, done.stderr
+    assert "our steps compiled" in " ".join(done.stdout.split())
+    assert json.loads(rows.read_text(encoding="utf-8"))["compiled"] is True
+    assert any((tmp_path / "compiled").iterdir())
 
 
 @pytest.mark.slow

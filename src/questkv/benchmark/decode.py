@@ -62,6 +62,8 @@ def measure(
     tokens: Sequence[int],
     others: Sequence[Decoder] = (),
     on_progress: Callable[[int], None] = lambda percent: None,
+    *,
+    compiled: bool = False,
 ) -> list[Row]:
     """Check, then time everything at one context.
 
@@ -74,12 +76,13 @@ def measure(
         tokens: The tokens to decode, `UNTIMED_STEPS` and at least one more: every step has another one.
         others: Decoders that stand at `context` already.
         on_progress: Called with how much is done, in percent.
+        compiled: Whether our steps run as graphs of torch.compile.
 
     Raises:
         DisagreementError: Two that should agree don't; nothing is timed then.
     """
     with torch.inference_mode():
-        decoders = [*_checked(plain, models, contents, config, context, tokens[0], others), *others]
+        decoders = [*_checked(plain, models, contents, config, context, tokens[0], others, compiled), *others]
         times: dict[str, list[float]] = {decoder.name: [] for decoder in decoders}
         for turn, token in enumerate(tokens[1:]):
             for decoder in decoders:
@@ -112,18 +115,20 @@ def _checked(
     context: int,
     token: int,
     others: Sequence[Decoder],
+    compiled: bool,
 ) -> list[Decoder]:
     """Our decoders and transformers', each one checked token further than `context`."""
     layers = contents.at(context)
     held = quest_cache(plain, replace(config, token_budget=1.0), layers)
     found: list[Decoder] = []
     for weights, model in models.items():
-        dense = ModelDecoder(row_name(DENSE, weights), model, "questkv", held.fork())
+        dense = ModelDecoder(row_name(DENSE, weights), model, "questkv", held.fork(), compiled=compiled)
         whole = ModelDecoder(
             f"{row_name(SPARSE, weights)} with a budget of everything",
             model,
             "questkv",
             held.fork(replace(config, token_budget=context + config.page_size)),
+            compiled=compiled,
         )
         own = plain if weights == MODEL_WEIGHTS else model
         theirs = ModelDecoder(row_name(SDPA, weights), own, "sdpa", dynamic_cache(own, layers))
@@ -131,7 +136,7 @@ def _checked(
         ours = _logits(dense, token)
         check_logits(dense.name, ours, expected, tolerance(expected, model.dtype, config))
         check_logits(whole.name, _logits(whole, token), ours, 0.0)
-        sparse = ModelDecoder(row_name(SPARSE, weights), model, "questkv", dense.cache.fork(config))
+        sparse = ModelDecoder(row_name(SPARSE, weights), model, "questkv", dense.cache.fork(config), compiled=compiled)
         found += [sparse, dense]
         if weights == MODEL_WEIGHTS:
             found.append(theirs)

@@ -39,6 +39,7 @@ class Subject:
         weights: Likewise.
         config: Of our cache.
         threads: CPU threads.
+        compiled: Whether our steps run as graphs of torch.compile.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Subject:
     weights: str
     config: dict[str, Any]
     threads: int
+    compiled: bool = False
 
 
 def is_possible() -> bool:
@@ -117,7 +119,8 @@ def _model(subject: Subject) -> dict[int, float]:
         config = QuestConfig.from_dict(subject.config)
         cache = quest_cache(model, config, layers) if ours else dynamic_cache(model, layers)
         del layers
-        peaks[context] = _peak(ModelDecoder("", model, "questkv" if ours else "sdpa", cache))
+        compiled = ours and subject.compiled
+        peaks[context] = _peak(ModelDecoder("", model, "questkv" if ours else "sdpa", cache, compiled=compiled))
         del cache
     return peaks
 

@@ -42,6 +42,7 @@ class Plan:
         block: Tokens of the longest prefill.
         text: What the model reads; None for Python's documentation.
         memory: Whether peak memory is measured.
+        compiled: Whether our steps run as graphs of torch.compile.
     """
 
     model: str
@@ -54,12 +55,14 @@ class Plan:
     block: int
     text: str | None
     memory: bool
+    compiled: bool = False
 
     @property
     def title(self) -> str:
         """What a table and a figure are called."""
         pages = "" if self.config.kv_dtype == "model" else ", pages in eight bits"
-        return f"{self.model}, budget {self.config.token_budget:,}{pages}"
+        compiled = ", our steps compiled" if self.compiled else ""
+        return f"{self.model}, budget {self.config.token_budget:,}{pages}{compiled}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,10 @@ def run(plan: Plan, progress: Progress) -> Results:
                     filler.fill(ids[:context], on_progress)
             tokens = ids[context : context + UNTIMED_STEPS + plan.steps]
             with progress(f"Decoding at {context:,}", 100) as on_progress:
-                rows += measure(loaded.model, models, contents, plan.config, context, tokens, others, on_progress)
+                rows += measure(
+                    *(loaded.model, models, contents, plan.config, context, tokens, others, on_progress),
+                    compiled=plan.compiled,
+                )
     if longest > plan.block:
         notes.insert(
             0,
@@ -222,6 +228,7 @@ def _subject(plan: Plan, name: str) -> Subject:
         weights=weights or MODEL_WEIGHTS,
         config=config.to_dict(),
         threads=torch.get_num_threads(),
+        compiled=plan.compiled,
     )
 
 
@@ -230,6 +237,7 @@ def _described(plan: Plan, kinds: tuple[str, ...]) -> dict[str, Any]:
         "model": {"name": plan.model, "dtype": plan.dtype, "rope_factor": plan.rope_factor, "weights": list(kinds)},
         "steps": plan.steps,
         "block": plan.block,
+        "compiled": plan.compiled,
         "config": plan.config.to_dict(),
         "environment": environment(plan.config.backend),
     }

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from questkv.config import QuestConfig
 from questkv.hf import QuestCache
+from questkv.hf.compiled import compiled_step
 from questkv.hf.prefill import cache_argument
 
 
@@ -37,14 +38,16 @@ class ModelDecoder:
         model: A causal language model; several decoders may share it.
         attention: Its attention implementation here.
         cache: Its cache here.
+        compiled: Whether its steps run as one graph of torch.compile, as with ``attach(compile=True)``.
     """
 
-    def __init__(self, name: str, model: Any, attention: str, cache: Any) -> None:
+    def __init__(self, name: str, model: Any, attention: str, cache: Any, *, compiled: bool = False) -> None:
         self.name = name
         self.model = model
         self.attention = attention
         self.cache = cache
         self._argument = cache_argument(model)
+        self._run = compiled_step(model) if compiled else None
 
     def prepare(self) -> None:
         """Give the model the attention that reads this cache: another decoder may have changed it."""
@@ -53,7 +56,9 @@ class ModelDecoder:
     def step(self, token: int) -> torch.Tensor:
         """Take in a token; returns the next one's logits, [vocabulary]."""
         ids = torch.tensor([[token]], device=self.model.device)
-        logits: torch.Tensor = self.model(input_ids=ids, use_cache=True, **{self._argument: self.cache}).logits
+        arguments = {"input_ids": ids, "use_cache": True, self._argument: self.cache}
+        out = self.model(**arguments) if self._run is None else self._run(self.model, arguments)
+        logits: torch.Tensor = out.logits
         return logits[0, -1]
 
 

@@ -10,6 +10,7 @@ import typer
 from questkv.cli import options, output
 from questkv.cli.document import read_document
 from questkv.cli.failures import one_line_failures
+from questkv.cli.opening import keep_compiled
 from questkv.config import QuestConfig
 from questkv.models import WEIGHTS, find_model
 
@@ -70,6 +71,7 @@ def decode(
         bool,
         typer.Option("--memory/--no-memory", help="Measure each one's peak memory in a process of its own (Linux)."),
     ] = True,
+    compile: options.Compile = False,
     threads: options.Threads = None,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write the rows as JSON.")] = None,
     plot: Annotated[
@@ -89,6 +91,8 @@ def decode(
     find_model(model)  # before the slow imports, so that a wrong name fails at once
     read = None if text is None else read_document(text)
     output.quiet_libraries()
+    if compile:
+        keep_compiled()
     import torch
 
     from questkv.benchmark import decode_run, report
@@ -109,6 +113,7 @@ def decode(
         block=block,
         text=read,
         memory=memory,
+        compiled=compile,
     )
     results = decode_run.run(plan, output.token_progress)
     _publish(results, plan.title, json, plot)

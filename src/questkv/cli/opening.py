@@ -21,6 +21,11 @@ def compiled_dir() -> Path:
     return model_cache_dir() / ".compiled"
 
 
+def keep_compiled() -> None:
+    """Let torch's compiler, not yet imported, keep its work in `compiled_dir`; a folder that the user has set stays."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_dir()))
+
+
 @dataclass(frozen=True)
 class Opening:
     """How to load a model and what to do with a document that doesn't fit it."""
@@ -42,8 +47,7 @@ class Opening:
         options.check_offload(self.config)
         output.quiet_libraries()
         if self.compile:
-            # Read when torch's compiler is imported; one that the user has set is kept.
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_dir()))
+            keep_compiled()
         # a hub id may have to be downloaded, which draws progress bars of its own
         with output.busy(f"Loading {self.model}") if isinstance(found, Path) else contextlib.nullcontext():
             from questkv.cli import session
