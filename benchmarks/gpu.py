@@ -6,8 +6,9 @@
     python benchmarks/gpu.py --contexts 32768 --batches 1 --kv-dtype int8
 
 Checks: append, seal, estimate, select, attend, dense and decode, eager and in a CUDA graph, on fresh random inputs (all
-types, pages in eight bits, groups, ragged rows, a NaN key, everything unused poisoned), against float64 formulas. What
-is wrong is named with its case and its error; it exits with 1 then, and times nothing.
+types, pages in eight bits, groups, ragged rows, a NaN key, everything unused poisoned), against float64 formulas; and
+decoding from pages in host memory, against the same from the GPU's own. What is wrong is named with its case and its
+error; it exits with 1 then, and times nothing.
 
 Timings: one decode step of one layer, as a CUDA graph over layers that no cache holds, beside PyTorch's attention
 (flash, cuDNN, flex_attention), and FlashInfer's and vLLM's where they are installed. Results are checked before they

@@ -12,16 +12,23 @@ import torch
 from benchmark.gpu_cases import TINY, FakeMachine
 from interpreter import patch_once
 from questkv import QuestConfig
-from questkv.benchmark.gpu import formulas
+from questkv.benchmark.gpu import formulas, offload
 from questkv.benchmark.gpu.cases import CASES, Case, Inputs
 from questkv.benchmark.gpu.findings import finding
 from questkv.benchmark.gpu.operators import poisoned_outputs
 from questkv.benchmark.gpu.plan import Plan
 from questkv.benchmark.gpu.run import Checks, run
-from questkv.kernels import reference
+from questkv.kernels import Pages, reference
+from questkv.pages import geometry
 
 WIDTHS = (16, 64, 1100)
+HOST = "pages in host memory"
 LATER = math.inf
+
+
+@pytest.fixture(autouse=True)
+def _host_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry, "_host_without_gpu", True)
 
 
 def check(cases: tuple[Case, ...], backend: str = "reference", seed: int = 0) -> Checks:
@@ -34,7 +41,7 @@ def test_the_reference_is_right_on_every_case() -> None:
     cases = (*TINY, *(dataclasses.replace(case, pages=14) for case in CASES))
     checks = check(cases)
     assert checks.wrong == []
-    assert checks.done == ["select", *map(str, cases)]
+    assert checks.done == ["select", *map(str, cases), HOST]
     assert checks.left == []
 
 
@@ -44,7 +51,7 @@ def test_the_kernels_are_right_under_the_interpreter() -> None:
     patch_once()
     checks = check(tuple(dataclasses.replace(case, pages=10) for case in TINY[:3]), "triton", seed=1)
     assert checks.wrong == []
-    assert len(checks.done) == 4
+    assert len(checks.done) == 5
 
 
 def test_the_cases_hold_what_the_kernels_must_handle() -> None:
@@ -116,7 +123,9 @@ def test_a_kernel_that_fails_is_named(operator: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(reference, operator, fail)
     checks = Checks(FakeMachine(), 0, lambda line: None, "reference")
     checks.run(TINY[:1], (), LATER)
-    assert checks.wrong == [f"{TINY[0]}: {operator}: failed: RuntimeError: an illegal memory access"]
+    # Pages in host memory are scored and written by the same operators.
+    wrong = [line for line in checks.wrong if not line.startswith(HOST)]
+    assert wrong == [f"{TINY[0]}: {operator}: failed: RuntimeError: an illegal memory access"]
 
 
 def test_a_token_that_is_left_out_is_seen() -> None:
@@ -151,5 +160,28 @@ def test_what_there_is_no_time_for_is_said() -> None:
     checks = Checks(FakeMachine(), 0, lambda line: said.append(str(line)), "reference")
     checks.run(TINY[:2], (), until=1.0)  # the clock says 0, 1 and 2
     assert checks.done == ["select", str(TINY[0])]
-    assert checks.left == [str(TINY[1])]
-    assert said[-1] == f"no time to check: {TINY[1]}"
+    assert checks.left == [str(TINY[1]), HOST]
+    assert said[-1] == f"no time to check: {TINY[1]}; {HOST}"
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_page_that_came_wrong_from_host_memory_is_named(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reference.transfer
+
+    def wrong(source: object, page_ids: torch.Tensor, target: Pages, into: torch.Tensor) -> None:
+        right(source, page_ids, target, into)
+        copied = (page_ids[0] >= 0).nonzero().flatten()
+        if len(copied):
+            target.segments[-1].keys[0, int(into[0, copied[place]]) - target.starts[-2], 0, 0] = 2
+
+    monkeypatch.setattr(reference, "transfer", wrong)
+    checks = check(())
+    assert checks.wrong
+    assert all(line.startswith(f"{HOST}: transfer: ") and "attention: off by" in line for line in checks.wrong)
+
+
+def test_the_bus_is_timed_by_the_bytes_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_TIMED_PAGES", 10)
+    machine = FakeMachine(milliseconds=[5.0, 2.0, 4.0, 3.0, 6.0])
+    # Of eight heads: keys and values, 16 tokens of 128 16-bit channels, two bounds of 128 bytes and their scale.
+    assert offload.bus_gb_per_s(machine, "reference") == pytest.approx(10 * 8 * (2 * 16 * 256 + 260) / 2e6)

@@ -42,7 +42,12 @@ def test_a_run_writes_rows_table_markdown_json_and_figure(run: Run, tiny_model: 
     assert [{k: v for k, v in row.items() if k != "seconds"} for row in saved["rows"]] == rows_of(tmp_path / "out")
     assert saved["run"] == json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))
     assert {"torch", "transformers", "questkv"} <= set(saved["run"]["environment"])
-    assert saved["run"]["settings"] == {"lengths": [300], "positions": 3, "seed": 0}
+    assert saved["run"]["settings"] == {
+        "lengths": [300],
+        "positions": 3,
+        "seed": 0,
+        "prompt": "plain",
+    }
     assert saved["run"]["model"]["dtype"] == "float32"
     assert "| method | 64 | 128 | all |" in (tmp_path / "table.md").read_text(encoding="utf-8")
     assert (tmp_path / "figure.svg").read_bytes().startswith(b"<?xml")
@@ -113,6 +118,7 @@ def test_needle_and_perplexity_read_a_document(run: Run, tiny_model: str, docume
         (["passkey", "--budgets", "0.1"], 2, "expected token counts such as 64,128"),
         (["passkey", "--lengths", "50"], 2, "[passkey] lengths: expected at least 90 tokens, got 50"),
         (["passkey", "--lengths", "4k"], 2, "context of 1,024 tokens"),
+        (["passkey", "--prompt", "poem"], 2, "expected plain or chat, got poem"),
         (["passkey", "--optimism", "2"], 2, "--optimism: expected a number in [0, 1], got 2.0"),
         (["passkey", "--group", "median"], 2, "--group: expected 'mean' or"),
         (["passkey", "--page-size", "0"], 2, "--page-size: expected an int >= 1, got 0"),

@@ -18,22 +18,27 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 NOVEL = "".join(f"Sentence {number} ends here. " for number in range(200))
 
 
-def test_a_passkey_prompt_is_the_papers(tiny: LoadedModel) -> None:
+def test_a_passkey_prompt_is_one_paragraph_as_in_the_paper(tiny: LoadedModel) -> None:
     first, middle, last = Passkey(lengths=(300,), positions=3).samples(tiny)
     assert [sample.data["key"] for sample in (first, middle, last)] == ["21345", "29264", "37183"]
-    lead = "<s>user\nThere is a pass key hidden inside a lot of text. Find and memorize it. "
+    lead = "There is a pass key hidden inside a lot of text. Find and memorize it. "
     hidden = "The pass key is {0}. Remember it. {0} is the pass key. "
     text = tiny.tokenizer.decode(first.ids)
     assert text == lead + hidden.format("21345") + FILLER * 3
     assert tiny.tokenizer.decode(middle.ids) == lead + FILLER + hidden.format("29264") + FILLER * 2
     assert tiny.tokenizer.decode(last.ids) == lead + FILLER * 2 + hidden.format("37183") + FILLER
-    assert tiny.tokenizer.decode(first.data["question"]) == "What is the pass key?</s>\n<s>assistant\nThe pass key is"
+    assert tiny.tokenizer.decode(first.data["question"]) == "What is the pass key? The pass key is"
     assert [sample.length for sample in (first, middle, last)] == [300] * 3
 
 
-def test_a_model_without_a_chat_form_gets_one_paragraph(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passkey_prompt_may_be_a_turn_of_a_chat(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Passkey(lengths=(300,), positions=2, prompt="chat")
+    sample = next(task.samples(tiny))
+    assert tiny.tokenizer.decode(sample.ids).startswith("<s>user\nThere is a pass key hidden inside a lot of text. ")
+    assert tiny.tokenizer.decode(sample.data["question"]) == "What is the pass key?</s>\n<s>assistant\nThe pass key is"
+    # A model without a chat form has the paragraph only.
     monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
-    sample = next(Passkey(lengths=(300,), positions=2).samples(tiny))
+    sample = next(task.samples(tiny))
     assert tiny.tokenizer.decode(sample.ids).startswith("There is a pass key hidden")
     assert tiny.tokenizer.decode(sample.data["question"]) == "What is the pass key? The pass key is"
 

@@ -19,6 +19,22 @@ app = typer.Typer(name="eval", help="Measure what a budget costs in quality.", n
 _START = Annotated[int, typer.Option(metavar="TOKEN", min=0, help="First token of the text that is used.")]
 
 
+def _known_prompt(name: str) -> str:
+    if name not in ("plain", "chat"):
+        raise typer.BadParameter(f"expected plain or chat, got {name}")
+    return name
+
+
+_PROMPT = Annotated[
+    str,
+    typer.Option(
+        metavar="plain|chat",
+        callback=_known_prompt,
+        help="One paragraph, as in the paper, or a turn of the model's chat template.",
+    ),
+]
+
+
 @app.callback()
 def eval_group() -> None:
     """Measure what a budget costs in quality, against the full cache and other methods.
@@ -31,13 +47,14 @@ def eval_group() -> None:
 
 @app.command()
 @shared_options()
-def passkey(run: RunOptions) -> None:
+def passkey(run: RunOptions, prompt: _PROMPT = "plain") -> None:
     """Find a number hidden in repeated filler, at evenly spaced places (the paper's table 1)."""
     quiet_libraries()
     from questkv.evaluate.figures import draw_scores
     from questkv.evaluate.passkey import Passkey
 
-    evaluate(Passkey(lengths=run.length_counts(), positions=run.samples, seed=run.seed), run, draw_scores)
+    task = Passkey(lengths=run.length_counts(), positions=run.samples, seed=run.seed, prompt=prompt)
+    evaluate(task, run, draw_scores)
 
 
 @app.command()

@@ -24,6 +24,7 @@ class Passkey(HiddenKeyTask):
         lengths: Tokens of filler, rounded down to whole repetitions.
         positions: Places of the key in each length, evenly spaced from the beginning to the end.
         seed: Which keys.
+        prompt: ``plain``, one paragraph that ends as the paper's; or ``chat``, a turn of the model's chat template.
     """
 
     name: ClassVar[str] = "passkey"
@@ -31,6 +32,7 @@ class Passkey(HiddenKeyTask):
     lengths: tuple[int, ...] = (3800,)
     positions: int = 8
     seed: int = 0
+    prompt: str = "plain"
 
     def samples(self, loaded: LoadedModel) -> Iterator[Sample]:
         """One prompt for each length and position.
@@ -39,7 +41,7 @@ class Passkey(HiddenKeyTask):
             ConfigError: A length is too short for one repetition of the filler.
         """
         tokenizer = loaded.tokenizer
-        chat = Chat.of(tokenizer)
+        chat = Chat.of(tokenizer) if self.prompt == "chat" else Chat()
         filler = text_ids(tokenizer, _FILLER)
         lead = markup_ids(tokenizer, chat.before) if chat.before else begin_ids(tokenizer)
         lead += text_ids(tokenizer, _TASK)

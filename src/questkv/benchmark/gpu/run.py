@@ -15,6 +15,7 @@ from questkv.benchmark.gpu.checks import check_select, compare
 from questkv.benchmark.gpu.findings import Finding
 from questkv.benchmark.gpu.graphs import check_graph
 from questkv.benchmark.gpu.machine import Machine
+from questkv.benchmark.gpu.offload import bus_gb_per_s, check_offload
 from questkv.benchmark.gpu.operators import call_operators, poisoned_outputs
 from questkv.benchmark.gpu.plan import Plan, Point
 from questkv.benchmark.report import attention_table
@@ -48,11 +49,12 @@ class Checks:
         self._operator = ""
 
     def run(self, cases: Sequence[Case], widths: tuple[int, ...], until: float) -> None:
-        """Check `select` alone on many pages, then every case, while there is time."""
+        """Check `select` alone on many pages, every case, then pages in host memory, while there is time."""
         device = self.machine.device
         todo: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
             ("select", lambda: check_select(device, self.seed, widths, self.backend)),
             *((str(case), lambda case=case: self._case(case)) for case in cases),
+            ("pages in host memory", self._offload),
         ]
         for name, check in todo:
             if self.machine.now() > until:
@@ -81,6 +83,10 @@ class Checks:
         self._entering("decode in a graph")
         yield from compare(inputs, results)
         yield from check_graph(again, results, self.machine)
+
+    def _offload(self) -> Iterator[Finding]:
+        self._entering("transfer")
+        yield from check_offload(self.machine.device, self.seed, self.backend)
 
     def _entering(self, operator: str) -> None:
         # What the operator before did wrong on the GPU is raised here.
@@ -114,6 +120,7 @@ class Timings:
         results: Rows of every point.
         notes: What was left out, and why.
         at: The point that is timed.
+        bus_gb_per_s: Of pages in host memory, None before it is known.
     """
 
     def __init__(self, machine: Machine, plan: Plan, say: Say) -> None:
@@ -121,6 +128,7 @@ class Timings:
         self.results: dict[Point, list[Row]] = {}
         self.notes: list[str] = []
         self.at: Point | None = None
+        self.bus_gb_per_s: float | None = None
         self._spent: list[float] = []
         self._said: set[str] = set()
 
@@ -204,7 +212,9 @@ def run(
             report.write_json(json, values())
 
     def values() -> dict[str, Any]:
-        return report.as_json(plan, machine.describe(), checks.as_json(), timings.results, timings.notes)
+        return report.as_json(plan, machine.describe(), checks.as_json(), timings.results, timings.notes) | {
+            "host_pages_gb_per_s": timings.bus_gb_per_s
+        }
 
     checks.run(cases, widths, started + plan.check_seconds)
     write()
@@ -212,6 +222,8 @@ def run(
     if plan.timings and not failed:
         try:
             with torch.inference_mode():
+                timings.bus_gb_per_s = bus_gb_per_s(machine, plan.config.backend)
+                say(f"pages in host memory come at {timings.bus_gb_per_s:.1f} GB/s")
                 timings.run(started + plan.seconds, write)
         # A wrong result, or whatever a kernel dies of: both are what this looks for.
         except Exception as failure:
