@@ -20,12 +20,13 @@ from interpreter import patch_once
 from questkv import QuestConfig
 from questkv.benchmark import peers as torch_peers
 from questkv.benchmark.attention import DENSE, PARTS, SPARSE, DisagreementError, Row
-from questkv.benchmark.gpu import attention, report
+from questkv.benchmark.gpu import attention, offload, report
 from questkv.benchmark.gpu.attention import EAGER, GpuAttention, layers_that_fit
 from questkv.benchmark.gpu.compiling import compile_ahead
 from questkv.benchmark.gpu.plan import Plan, Point
 from questkv.benchmark.gpu.run import Timings, run
 from questkv.benchmark.shapes import PRESETS, Shape
+from questkv.pages import geometry
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton isn't installed")
 SHAPE = Shape(heads=2, kv_heads=1, head_dim=16, batch=2, dtype="float32")
@@ -87,6 +88,12 @@ def test_other_rules_and_eight_bits_are_right(group: str, kv_dtype: str, monkeyp
     ours = [candidate for candidate in candidates if candidate.name.startswith("questkv")]
     assert len(ours) == (4 if kv_dtype == "int8" else 2)
     assert max(candidate.max_error for candidate in ours) < 1e-3
+
+
+@pytest.fixture(autouse=True)
+def _host_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry, "_host_without_gpu", True)
+    monkeypatch.setattr(offload, "_TIMED_PAGES", 10)
 
 
 def test_a_step_of_several_layers_counts_for_one() -> None:
@@ -200,7 +207,8 @@ def test_a_run_writes_rows_summaries_and_figures(tmp_path: Path, monkeypatch: py
     }
     assert len(written["by_context"]) == 8
     assert written["environment"]["gpu"] == "none"
-    assert written["checks"] == {"checked": ["select"], "not_checked": [], "wrong": []}
+    assert written["checks"] == {"checked": ["select", "pages in host memory"], "not_checked": [], "wrong": []}
+    assert written["host_pages_gb_per_s"] > 0
     names = {f"gpu-{preset}-b{batch}.svg" for preset in ("llama2-7b", "llama3-8b") for batch in (1, 4)}
     assert names == {file.name for file in tmp_path.glob("*.svg")}
 
