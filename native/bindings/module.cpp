@@ -182,23 +182,27 @@ NB_MODULE(_native, m) {
 
     m.def(
         "linear",
-        [](const std::string& isa, Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out, int threads) {
+        [](const std::string& isa, Tensor x, Tensor weight, std::optional<Tensor> scales, std::optional<Tensor> bias,
+           Tensor out, int threads) {
             const size_t channels = weight.ndim() == 2 ? weight.shape(1) : 0;
             const size_t rows = channels ? x.size() / channels : 0;
-            const bool same = x.dtype() == weight.dtype() && out.dtype() == weight.dtype() &&
-                              (!bias || bias->dtype() == weight.dtype());
+            const bool same = (scales ? dtype_of(weight) == DType::i8 : x.dtype() == weight.dtype()) &&
+                              out.dtype() == x.dtype() && (!scales || scales->dtype() == x.dtype()) &&
+                              (!bias || bias->dtype() == x.dtype());
             if (!same || x.size() != rows * channels || out.size() != rows * weight.shape(0) ||
-                (bias && bias->size() != weight.shape(0)))
-                throw std::invalid_argument("[linear] x: expected [..., K] of the dtype of a weight [N, K]");
+                (scales && scales->size() != weight.shape(0)) || (bias && bias->size() != weight.shape(0)))
+                throw std::invalid_argument(
+                    "[linear] x: expected [..., K] of the dtype of a weight [N, K], or of the scales [N] of an int8 "
+                    "one");
             nb::gil_scoped_release release;
-            table_named(isa).linear(dtype_of(weight), static_cast<int64_t>(rows), static_cast<int64_t>(weight.shape(0)),
-                                    static_cast<int64_t>(channels), static_cast<const char*>(x.data()),
-                                    static_cast<const char*>(weight.data()),
-                                    bias ? static_cast<const char*>(bias->data()) : nullptr,
-                                    static_cast<char*>(out.data()), threads);
+            table_named(isa).linear(
+                dtype_of(x), static_cast<int64_t>(rows), static_cast<int64_t>(weight.shape(0)),
+                static_cast<int64_t>(channels), static_cast<const char*>(x.data()),
+                static_cast<const char*>(weight.data()), scales ? static_cast<const char*>(scales->data()) : nullptr,
+                bias ? static_cast<const char*>(bias->data()) : nullptr, static_cast<char*>(out.data()), threads);
         },
-        nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("bias").none().noconvert(),
-        nb::arg("out").noconvert(), nb::arg("threads"));
+        nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("scales").none().noconvert(),
+        nb::arg("bias").none().noconvert(), nb::arg("out").noconvert(), nb::arg("threads"));
 
     m.def(
         "decode",

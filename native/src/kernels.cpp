@@ -163,10 +163,15 @@ void decode(const Pages& pages, const Rows& rows, const int64_t* num_selected, c
 }
 
 void linear(DType dtype, int64_t rows, int64_t outputs, int64_t channels, const char* x, const char* weight,
-            const char* bias, char* out, int threads) {
+            const char* scales, const char* bias, char* out, int threads) {
     with_dtype(dtype, [&]<class T>() {
-        linear_rows<T>(rows, outputs, channels, reinterpret_cast<const T*>(x), weight, reinterpret_cast<const T*>(bias),
-                       reinterpret_cast<T*>(out), threads);
+        const auto run = [&]<class TWeight>() {
+            linear_rows<TWeight>(rows, outputs, channels, reinterpret_cast<const T*>(x), weight,
+                                 reinterpret_cast<const T*>(scales), reinterpret_cast<const T*>(bias),
+                                 reinterpret_cast<T*>(out), threads);
+        };
+        if (scales) run.template operator()<int8_t>();
+        else run.template operator()<T>();
     });
 }
 

@@ -1,8 +1,8 @@
 """A loaded model's linear layers on the CPU, in eight or four bits.
 
-Torchao chooses the codes and torch multiplies with them. torchao's own layers are not used for the
-product: in eager mode its eight-bit one unpacks the whole matrix for every token, which is slower than 16-bit weights,
-and the dispatch of its four-bit one costs half as much as the product (docs/decode.md).
+Torchao chooses the codes; torch multiplies with them, and for few rows of eight bits `kernels.linear`. torchao's own
+layers are not used for the product: in eager mode its eight-bit one unpacks the whole matrix for every token, which is
+slower than 16-bit weights, and the dispatch of its four-bit one costs half as much as the product (docs/decode.md).
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from questkv import kernels
 from questkv.errors import MissingPackageError, UnsupportedError
 
 # Weights that share a scale in four bits, along a row.
 GROUP_SIZE = 32
 INSTALL = "pip install 'torchao>=0.18'"
+# Up to so many rows are bound by reading the codes, which torch does at a third of the memory's speed.
+_FEWEST_ROWS = 8
 # More rows than this are multiplied faster by an unpacked matrix.
 _FEW_ROWS = 16
 # Codes as numbers up to 1, exact in every dtype: products of whole codes could be too large for float16.
@@ -56,10 +59,13 @@ class Int8Linear(nn.Module):
         self.register_buffer("codes", coded.qdata)
         self.register_buffer("scales", scales.flatten())
         self.bias = linear.bias
+        self._native = "native" in kernels.available_backends()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
         rows = x.reshape(-1, self.in_features)
+        if self._native and len(rows) <= _FEWEST_ROWS and not (torch.is_grad_enabled() and x.requires_grad):
+            return kernels.linear(x.contiguous(), self.codes, self.bias, scales=self.scales, backend="native")
         if len(rows) <= _FEW_ROWS:
             out = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), self.codes, self.scales)
         else:

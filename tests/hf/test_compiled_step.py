@@ -167,6 +167,33 @@ def test_a_full_pool_leaves_the_cache_as_it_was() -> None:
         teacher_forced(models.quest, ids[:, 32:33], cache, [1])
 
 
+def test_a_model_that_changed_between_steps_is_compiled_again() -> None:
+    model, ids = build("llama", "questkv"), tokens(1, 30)
+
+    def story(feed: Any) -> list[torch.Tensor]:
+        cache = QuestCache(model.config, SPARSE)
+        teacher_forced(model, ids[:, :20], cache, [20])
+        out = [feed(cache, 20)]
+        weight = model.model.norm.weight
+        model.model.norm.weight = torch.nn.Parameter(weight.detach() * 2)
+        out.append(feed(cache, 21))
+        model.model.norm.weight = weight
+        out.append(feed(cache, 22))
+        return out
+
+    def feed(cache: QuestCache, at: int) -> torch.Tensor:
+        return teacher_forced(model, ids[:, at : at + 1], cache, [1])
+
+    expected = story(feed)
+    with attach(model, compile=True):
+        got = story(feed)
+        model.train()
+        with pytest.raises(UnsupportedError, match=r"\[compile\] LlamaForCausalLM"):
+            feed(QuestCache(model.config, SPARSE), 0)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_what_cannot_be_compiled_is_refused_by_name() -> None:
     models, ids = pair("llama"), tokens(1, 12)
     with attach(models.quest, compile=True):

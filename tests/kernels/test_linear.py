@@ -48,6 +48,30 @@ def test_it_is_the_product_of_float64(every_fast_backend, rows, outputs, channel
     assert bool(((got.double() - expected).abs() <= allowed).all())
 
 
+@given(
+    rows=st.integers(0, 9),
+    outputs=st.sampled_from(SIZES),
+    channels=st.sampled_from(SIZES),
+    dtype=st.sampled_from(DTYPES),
+    biased=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_codes_stand_for_multiples_of_their_rows_scale(
+    every_fast_backend, rows, outputs, channels, dtype, biased, seed
+):
+    gen = torch.Generator().manual_seed(seed)
+    x, scales, bias = (torch.randn(shape, generator=gen).to(dtype) for shape in ((rows, channels), outputs, outputs))
+    codes = torch.randint(-128, 128, (outputs, channels), generator=gen, dtype=torch.int8)
+    scales = scales / 64
+    got = linear(x, codes, bias if biased else None, scales=scales)
+    weight = codes.double() * scales.double()[:, None]
+    expected = x.double() @ weight.T + (bias.double() if biased else 0)
+    assert got.dtype == dtype
+    # The scale is one more product in float32.
+    allowed = tolerance(x, weight) + bias.double().abs() * torch.finfo(dtype).eps
+    assert bool(((got.double() - expected).abs() <= allowed).all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_row_depends_neither_on_its_batch_nor_on_the_threads(every_native, dtype, threads):
@@ -90,6 +114,14 @@ def test_nan_and_infinity_reach_their_own_outputs_only(every_fast_backend):
         ({"x": torch.zeros(2, 8, dtype=torch.int32)}, TypeError, "x: expected float32, bfloat16 or float16"),
         ({"weight": torch.zeros(4, 8).half()}, TypeError, "weight: expected torch.float32 like x"),
         ({"bias": torch.zeros(4).half()}, TypeError, "bias: expected torch.float32 like x"),
+        ({"scales": torch.zeros(5)}, ValueError, "scales: expected None or [N=4], got [5]"),
+        ({"scales": torch.zeros(4)}, TypeError, "weight: expected torch.int8 where there are scales"),
+        (
+            {"weight": torch.zeros(4, 8, dtype=torch.int8), "scales": torch.zeros(4).half()},
+            TypeError,
+            "scales: expected torch.float32 like x",
+        ),
+        ({"weight": torch.zeros(4, 8, dtype=torch.int8)}, TypeError, "weight: expected torch.float32 like x"),
         ({"weight": torch.zeros(8, 4).T}, ValueError, "x, weight: expected contiguous tensors"),
     ],
 )
@@ -102,9 +134,13 @@ def test_bad_input_is_named(every_fast_backend, change, error, message):
 
 def test_the_compiled_module_takes_no_sizes_that_do_not_fit(every_native):
     with pytest.raises(ValueError, match=r"\[linear\] x: expected"):
-        torch.ops.questkv.linear(torch.zeros(2, 9), torch.zeros(4, 8), None, "native")
+        torch.ops.questkv.linear(torch.zeros(2, 9), torch.zeros(4, 8), None, None, "native")
     with pytest.raises(ValueError, match=r"\[linear\] x: expected"):
-        torch.ops.questkv.linear(torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(3), "native")
+        torch.ops.questkv.linear(torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(3), None, "native")
+    codes = torch.zeros(4, 8, dtype=torch.int8)
+    for scales in (None, torch.zeros(3), torch.zeros(4).half()):
+        with pytest.raises(ValueError, match=r"\[linear\] x: expected"):
+            torch.ops.questkv.linear(torch.zeros(2, 8), codes, None, scales, "native")
 
 
 def test_a_backend_without_it_is_refused(monkeypatch):
@@ -115,6 +151,11 @@ def test_a_backend_without_it_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_torch_accepts_the_operator(backend):
-    for bias in (None, torch.randn(4)):
-        arguments = (torch.randn(1, 2, 8), torch.randn(4, 8), bias, backend)
+    codes = torch.randint(-128, 128, (4, 8), dtype=torch.int8)
+    for weight, bias, scales in (
+        (torch.randn(4, 8), None, None),
+        (torch.randn(4, 8), torch.randn(4), None),
+        (codes, None, torch.randn(4)),
+    ):
+        arguments = (torch.randn(1, 2, 8), weight, bias, scales, backend)
         assert set(torch.library.opcheck(torch.ops.questkv.linear.default, arguments).values()) == {"SUCCESS"}

@@ -37,9 +37,10 @@ struct KernelTable {
                    int64_t* pages_read, int threads);
 
     // out [rows, outputs] = x [rows, channels] times weight [outputs, channels] transposed, plus bias [outputs] or
-    // null, all of one type; reads every weight once. For few rows: arithmetic grows with them, bytes don't.
+    // null, all of one type; with scales [outputs] the weights are int8 codes, and a row's products are multiplied by
+    // its scale. Reads every weight once. For few rows: arithmetic grows with them, bytes don't.
     void (*linear)(DType, int64_t rows, int64_t outputs, int64_t channels, const char* x, const char* weight,
-                   const char* bias, char* out, int threads);
+                   const char* scales, const char* bias, char* out, int threads);
 };
 
 // The tables that this machine can run, best first; ends with a null name.

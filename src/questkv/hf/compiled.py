@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,10 @@ from questkv.hf.cache import QuestCache
 from questkv.hf.layer import PagedLayer
 from questkv.hf.prefill import cache_argument
 from questkv.hf.step_operator import HANDLE
+from questkv.hf.structure import Structure
 
+# Structures of a model whose graphs are kept: as it is with its linear layers fast and not, and a few more.
+_MOST_KEPT = 8
 _steps: WeakKeyDictionary[PreTrainedModel, CompiledStep] = WeakKeyDictionary()
 
 
@@ -44,9 +48,7 @@ class CompiledStep:
     def __init__(self, model: PreTrainedModel) -> None:
         self._cache_argument = cache_argument(model)
         self._stub = _StepCache(model.config)
-        # torch counts compilations by code object, so every model gets one of its own.
-        run = FunctionType(_run.__code__.replace(), globals(), "questkv_step")
-        self._graph = torch.compile(run, fullgraph=True)
+        self._graphs: list[tuple[Structure, Callable[..., Any]]] = []
 
     def takes(self, model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
         """Whether a call of the model's forward is a decode step: one token a sequence, and a `QuestCache` to read."""
@@ -89,7 +91,7 @@ class CompiledStep:
             cache.begin_step(batch, None if mask is None else mask[:, -cache.state.columns - 1 :].bool(), local_masks)
             rest |= {self._cache_argument: self._stub, HANDLE: cache.handle, "return_dict": True}
             try:
-                out = self._graph(model, ids, positions, rest)
+                out = self._graph(model)(model, ids, positions, rest)
             except TorchDynamoException as error:
                 raise UnsupportedError(
                     f"[compile] {type(model).__name__}: expected a model whose decode step torch.compile takes as one "
@@ -97,6 +99,18 @@ class CompiledStep:
                 ) from error
         out[self._cache_argument] = cache
         return out.to_tuple() if as_tuple else out
+
+    def _graph(self, model: PreTrainedModel) -> Callable[..., Any]:
+        """The graph of the model as it is now: one that was made before, or a new one, compiled when it is called."""
+        for structure, graph in self._graphs:
+            if structure.is_of(model):
+                return graph
+        # torch counts compilations by code object, so every structure gets one of its own.
+        run = FunctionType(_run.__code__.replace(), globals(), "questkv_step")
+        # The shapes of what operators give are asserted some 900 times a step; those of ours are tested.
+        graph = torch.compile(run, fullgraph=True, options={"guard_filter_fn": _not_modules, "size_asserts": False})
+        self._graphs = [(Structure(model), graph), *self._graphs[: _MOST_KEPT - 1]]
+        return graph
 
     def _refuse(self, cache: QuestCache, mask: Any) -> None:
         kinds = {type(layer) for layer in cache.layers} - {PagedLayer, DynamicSlidingWindowLayer}
@@ -127,6 +141,12 @@ class CompiledStep:
         )
         kinds = model.config.get_text_config(decoder=True).layer_types
         return {layer: masks[kinds[layer]] for layer in local}
+
+
+def _not_modules(guards: Sequence[Any]) -> Sequence[bool]:
+    """Which guards to keep: all but those on the model, which `Structure` looks at."""
+    kept: Sequence[bool] = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    return kept
 
 
 def _run(model: Any, ids: torch.Tensor, positions: torch.Tensor, rest: dict[str, Any]) -> Any:

@@ -344,8 +344,10 @@ def _fake_linear(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@_operator("linear(Tensor x, Tensor weight, Tensor? bias, str backend) -> Tensor", _fake_linear)
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backend: str) -> torch.Tensor:
+@_operator("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, str backend) -> Tensor", _fake_linear)
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scales: torch.Tensor | None, backend: str
+) -> torch.Tensor:
     """As `kernels.linear`; a model calls it hundreds of times a token, so only the backend looks at its arguments."""
-    out: torch.Tensor = dispatch.resolve(backend, x.device).linear(x.contiguous(), weight.contiguous(), bias)
+    out: torch.Tensor = dispatch.resolve(backend, x.device).linear(x.contiguous(), weight.contiguous(), bias, scales)
     return out

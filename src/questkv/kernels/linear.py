@@ -9,7 +9,12 @@ from questkv.kernels import checks, dispatch
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str = "auto"
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scales: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """``x @ weight.T + bias``, summed in float32, for the few rows of a decode step.
 
@@ -19,6 +24,7 @@ def linear(
         x: [..., K] float32, bfloat16 or float16, contiguous; K are input channels here, not pages.
         weight: [N, K] x's dtype and device, contiguous, a row for each of N outputs.
         bias: [N] likewise, or None.
+        scales: [N] likewise; the weight holds int8 codes then, and row n stands for ``scales[n] * weight[n]``.
         backend: ``auto`` or a backend's name.
 
     Returns:
@@ -30,17 +36,20 @@ def linear(
         UnsupportedError: The backend has no linear layers; PyTorch's own are fast on a GPU.
     """
     if torch.compiler.is_compiling():
-        out: torch.Tensor = torch.ops.questkv.linear(x, weight, bias, backend)
+        out: torch.Tensor = torch.ops.questkv.linear(x, weight, bias, scales, backend)
         return out
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"[linear] x: expected [..., K] for a weight [N, K], got {list(x.shape)}, {list(weight.shape)}"
         )
-    if bias is not None and list(bias.shape) != [weight.shape[0]]:
-        raise ValueError(f"[linear] bias: expected None or [N={weight.shape[0]}], got {list(bias.shape)}")
+    for name, tensor in (("bias", bias), ("scales", scales)):
+        if tensor is not None and list(tensor.shape) != [weight.shape[0]]:
+            raise ValueError(f"[linear] {name}: expected None or [N={weight.shape[0]}], got {list(tensor.shape)}")
     checks.check_linear_dtype(x)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype:
+    if scales is not None and weight.dtype != torch.int8:
+        raise TypeError(f"[linear] weight: expected torch.int8 where there are scales, got {weight.dtype}")
+    for name, tensor in (("weight", weight), ("bias", bias), ("scales", scales)):
+        if tensor is not None and tensor.dtype != x.dtype and (tensor is not weight or scales is None):
             raise TypeError(f"[linear] {name}: expected {x.dtype} like x, got {tensor.dtype}")
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"[linear] {name}: expected device {x.device}, got {tensor.device}")
@@ -51,5 +60,5 @@ def linear(
     module = dispatch.resolve(backend, x.device)
     if not hasattr(module, "linear"):
         raise UnsupportedError(f"[linear] backend: expected 'native' or 'reference', got {backend!r} on {x.device}")
-    result: torch.Tensor = module.linear(x, weight, bias)
+    result: torch.Tensor = module.linear(x, weight, bias, scales)
     return result

@@ -147,12 +147,13 @@ def decode(
     new: NewTokens | None,
 ) -> torch.Tensor:
     """As `kernels.decode`: estimate, select and attend for one (row, KV head) after another, in one call."""
-    out = torch.empty(q.shape, dtype=q.dtype)
+    q = q.contiguous()
+    out = torch.empty_like(q)
     counts = None if pages_read is None else pages_read.contiguous()
     load().decode(
         instruction_set(),
         _layer(pages),
-        lend(q.contiguous()),
+        lend(q),
         lend(page_table.contiguous()),
         lend(lengths.contiguous()),
         lend(num_selected.contiguous()),
@@ -173,10 +174,13 @@ def decode(
     return out
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scales: torch.Tensor | None
+) -> torch.Tensor:
     """As `kernels.linear`."""
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    load().linear(instruction_set(), lend(x), lend(weight), _lend_some(bias), lend(out), torch.get_num_threads())
+    codes = _lend_some(scales), _lend_some(bias)
+    load().linear(instruction_set(), lend(x), lend(weight), *codes, lend(out), torch.get_num_threads())
     return out
 
 
