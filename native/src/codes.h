@@ -3,6 +3,7 @@
 // token's step folded into its weight.
 #pragma once
 
+#include "digits.h"
 #include "parts.h"
 
 namespace questkv::QUESTKV_ISA_NAME {
@@ -112,11 +113,11 @@ struct DecodedPages {
 // Coded pages with S a multiple of 4 and D of 64: products of codes with two signed digits, weight = unit * (256 d1 +
 // d0), which adds less than a tenth of what coding itself costs. All sums are exact.
 struct CodedPages {
-    static constexpr float kDigits = 127 * 256;
     static constexpr int64_t kNear = kSealedAhead / 2, kFar = kSealedAhead;
 
     static bool takes(const SealedPart& part) {
-        if (part.page_size % 4 || part.dim % 64) return false;
+        // dot_four adds whole numbers of a quarter of the channels up in 32 bits.
+        if (part.page_size % 4 || part.dim % 64 || part.dim > 1024) return false;
         for (int64_t e = 0; e < part.count; ++e)
             if (!part.pages[e].value_scales) return false;
         return true;
@@ -150,13 +151,15 @@ struct CodedPages {
         }
         const float top = _mm512_reduce_max_ps(bit_cast<__m512>(most));
         const V per_unit = set1(top > 0 ? kDigits / top : 0.0f);
-#pragma GCC unroll 8
-        for (int64_t i = 0; i < count; ++i) {
-            const V f = steps ? kept[i] : load<V>(spill + i * W);
-            const __m512i whole = _mm512_cvtps_epi32(bit_cast<__m512>(f * per_unit));
-            const __m512i upper = bit_cast<__m512i>((bit_cast<VI>(whole) + 128) >> 8);
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + i * W), _mm512_cvtepi32_epi8(upper));
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(digits + dim + i * W), _mm512_cvtepi32_epi8(whole));
+#pragma GCC unroll 2
+        for (int64_t i = 0; i < count; i += 4) {
+            __m512i whole[4];
+#pragma GCC unroll 4
+            for (int64_t j = 0; j < 4; ++j) {
+                const V f = steps ? kept[i + j] : load<V>(spill + (i + j) * W);
+                whole[j] = _mm512_cvtps_epi32(bit_cast<__m512>(f * per_unit));
+            }
+            write_digits(whole, digits + i * W, dim);
         }
         // An infinite query has no digits; NaN says so, as it would without codes.
         *unit = top < kInfinity ? page.scale * top / (kDigits * 255) : kInfinity - kInfinity;
@@ -184,10 +187,9 @@ struct CodedPages {
                 acc[i][1] = _mm512_dpbusd_epi32(acc[i][1], codes, lower);
             }
         }
-        V sums[4];
-        for (int i = 0; i < 4; ++i)
-            sums[i] = __builtin_convertvector(bit_cast<VI>(acc[i][0]) * 256 + bit_cast<VI>(acc[i][1]), V);
-        return add_places(sums[0], sums[1], sums[2], sums[3]);
+        VI sums[4];
+        for (int i = 0; i < 4; ++i) sums[i] = bit_cast<VI>(acc[i][0]) * 256 + bit_cast<VI>(acc[i][1]);
+        return __builtin_convertvector(add_places(sums[0], sums[1], sums[2], sums[3]), V);
     }
 
     template <Ahead ahead>
@@ -206,9 +208,12 @@ struct CodedPages {
 
     template <int steps>
     static void dot_pages(const SealedPart& part, Workspace& w) {
-        const int64_t dim = part.dim, size = part.page_size;
+        const int64_t dim = steps ? steps * W : part.dim, size = part.page_size;
         float* spill = w.lo.of(dim);
-        int8_t* digits = w.digits.of(2 * dim);
+        int8_t* buffer = w.digits.of(4 * dim);
+        int8_t *digits = buffer, *next_digits = buffer + 2 * dim;
+        float unit, base, next_unit, next_base;
+        fold<steps>(part.pages[0], part.queries, dim, spill, digits, &unit, &base);
         for (int64_t e = 0; e < part.count; ++e) {
             const SealedPage& page = part.pages[e];
             const SealedPage& next = part.pages[least(e + kNear, part.count - 1)];
@@ -216,11 +221,18 @@ struct CodedPages {
             for (int64_t i = 0; i < 2 * size; i += 16) __builtin_prefetch(next.value_scales + i, 0, 2);
             const char *near = soon(part, e + kNear, true), *far = soon(part, e + kFar, true);
             for (int64_t h = 0; h < part.heads; ++h) {
-                float unit, base;
-                fold<steps>(page, part.queries + h * dim, dim, spill, digits, &unit, &base);
+                // A fold is a long chain of steps: the next one starts before the products, which don't need it.
+                const int64_t then = h + 1 < part.heads ? h + 1 : 0;
+                const SealedPage& folded = part.pages[then ? e : least(e + 1, part.count - 1)];
+                fold<steps>(folded, part.queries + then * dim, dim, spill, next_digits, &next_unit, &next_base);
                 float* to = part.scores + h * part.stride + e * size;
                 if (h) dot_page<Ahead::nothing>(page.keys, size, dim, digits, near, far, unit, base, to);
                 else dot_page<Ahead::twice>(page.keys, size, dim, digits, near, far, unit, base, to);
+                int8_t* const done = digits;
+                digits = next_digits;
+                next_digits = done;
+                unit = next_unit;
+                base = next_base;
             }
         }
     }
@@ -232,8 +244,12 @@ struct CodedPages {
         const int64_t size = part.page_size, n = part.tokens();
         const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
         const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+        const int64_t lines = size * part.dim / 64;
         V most = {}, sum = {};
-        for (int64_t e = 0; e < part.count; ++e)
+        for (int64_t e = 0; e < part.count; ++e) {
+            // The memory has nothing to do meanwhile: values beyond those that were prefetched with the last keys.
+            for (int64_t i = 4 * e; h == 0 && i < 4 * e + 4; ++i)
+                __builtin_prefetch(soon(part, least(kFar + i / lines, part.count - 1), false) + i % lines * 64, 0, 2);
             for (int64_t t = 0; t < size; t += W) {
                 const int64_t left = 2 * (size - t);
                 const __mmask16 here = mask_of(size - t), first = mask_of(left), second = mask_of(left - W);
@@ -248,6 +264,7 @@ struct CodedPages {
                 _mm512_mask_storeu_ps(weights + e * size + t, here, bit_cast<__m512>(finite));
                 most = vmax(finite, most);
             }
+        }
         const float top = _mm512_reduce_max_ps(bit_cast<__m512>(most));
         const float per_unit = top > 0 ? kDigits / top : 0.0f;
         int8_t* bytes = reinterpret_cast<int8_t*>(words);

@@ -41,8 +41,13 @@ inline int64_t select_pages(const float* scores, int64_t pages, int64_t wanted, 
     }
     const int64_t first = sink, last = pages - recent, best = wanted - sink - recent, n = last - first;
     for (int64_t i = 0; i < n; ++i) keys[i] = sortable(scores[first + i]);
-    // The highest threshold that at least `best` keys reach.
-    uint32_t low = 0, high = 0xffffffffu;
+    // The highest threshold that at least `best` keys reach. It lies between the extremes, often a small part of all
+    // numbers.
+    uint32_t low = 0xffffffffu, high = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        low = keys[i] < low ? keys[i] : low;
+        high = keys[i] > high ? keys[i] : high;
+    }
     int64_t reaching_low = n;
     while (low < high && reaching_low > best) {
         const uint32_t middle = low + (high - low) / 2 + 1;

@@ -164,14 +164,14 @@ namespace detail {
 using Places = std::make_integer_sequence<int, W>;
 
 // Within each lane: with N = 1, a and b by turns, with N = 2, two of a and two of b; their lower or their upper half.
-template <int N, bool upper, int... I>
-inline V unpack(V a, V b, std::integer_sequence<int, I...>) {
+template <int N, bool upper, class T, int... I>
+inline T unpack(T a, T b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(
         a, b, (I / 4 * 4 + (N == 1 ? I % 4 / 2 : I % 2) + (upper ? 2 : 0) + (I / N % 2 ? W : 0))...);
 }
 
-template <int N>
-inline V add_unpacked(V a, V b) {
+template <int N, class T>
+inline T add_unpacked(T a, T b) {
     return unpack<N, false>(a, b, Places{}) + unpack<N, true>(a, b, Places{});
 }
 
@@ -182,8 +182,9 @@ inline V lanes(V a, V b, std::integer_sequence<int, I...>) {
 }
 }  // namespace detail
 
-// Four vectors to one: place i of each 128-bit lane becomes the sum of that lane of v[i].
-inline V add_places(V a, V b, V c, V d) {
+// Four vectors of floats or of whole numbers to one: place i of each 128-bit lane becomes the sum of that lane of v[i].
+template <class T>
+inline T add_places(T a, T b, T c, T d) {
     return detail::add_unpacked<2>(detail::add_unpacked<1>(a, b), detail::add_unpacked<1>(c, d));
 }
 
