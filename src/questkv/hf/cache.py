@@ -285,9 +285,9 @@ def _warn_if_few(paged: int, layers: int) -> None:
     if paged < layers and paged <= _FEW_GLOBAL_LAYERS * layers:
         warnings.warn(
             f"only {paged} of this model's {layers} layers are global, so they have no slack for pages that a score "
-            "misses: Gemma 3 270M, a model of this kind, found 3 of 10 keys in a novel of 6,000 tokens with a budget of "
-            "1024 and 4 with 2048, under every group rule, where the full cache found 5. Use a larger budget, and compare "
-            "answers with the full cache (token_budget=1.0) on your own text",
+            "misses: Gemma 3 270M, a model of this kind, found 3 of 10 keys in 6,000 tokens of a novel with a budget "
+            "of 1024 and 4 with 2048, under every group rule, where the full cache found 5. Use a larger budget, and "
+            "compare answers with the full cache (token_budget=1.0) on your own text",
             UserWarning,
             stacklevel=3,
         )
