@@ -179,8 +179,15 @@ def linear(
 ) -> torch.Tensor:
     """As `kernels.linear`."""
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    codes = _lend_some(scales), _lend_some(bias)
-    load().linear(instruction_set(), lend(x), lend(weight), *codes, lend(out), torch.get_num_threads())
+    load().linear(
+        instruction_set(),
+        lend(x),
+        lend(weight),
+        _lend_some(scales),
+        _lend_some(bias),
+        lend(out),
+        torch.get_num_threads(),
+    )
     return out
 
 
