@@ -212,7 +212,7 @@ def test_a_model_with_few_global_layers_gets_a_warning_that_says_what_to_do(full
     with pytest.warns(UserWarning, match=f"only {full} of this model's {layers} layers are global") as caught:
         QuestCache(hybrid_config(full, layers))
     assert len(caught) == 1
-    assert "per_head" in str(caught[0].message)
+    assert "Use a larger budget" in str(caught[0].message)
     assert "token_budget=1.0" in str(caught[0].message)
     assert caught[0].filename == __file__
 
