@@ -88,7 +88,7 @@ class QuestConfig:
         _check_choice("offload", self.offload, OFFLOADS)
         if self.offload == "host" and self.backend == "native":
             raise _error("backend", "one for a GPU with offload='host'", self.backend)
-        _check_share("offload_cache", self.offload_cache)
+        _check_factor("offload_cache", self.offload_cache)
         object.__setattr__(self, "offload_cache", float(self.offload_cache))
         self._check_budget()
 
@@ -206,7 +206,7 @@ def _check_optimism(value: object) -> None:
         raise _error("optimism", "a number in [0, 1]", value)
 
 
-def _check_share(name: str, value: object) -> None:
+def _check_factor(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1.0 <= value < math.inf:
         raise _error(name, "a finite number >= 1", value)
 

@@ -25,6 +25,9 @@ class Passkey(HiddenKeyTask):
         positions: Places of the key in each length, evenly spaced from the beginning to the end.
         seed: Which keys.
         prompt: ``plain``, one paragraph that ends as the paper's; or ``chat``, a turn of the model's chat template.
+
+    Raises:
+        ConfigError: Another prompt.
     """
 
     name: ClassVar[str] = "passkey"
@@ -33,6 +36,10 @@ class Passkey(HiddenKeyTask):
     positions: int = 8
     seed: int = 0
     prompt: str = "plain"
+
+    def __post_init__(self) -> None:
+        if self.prompt not in ("plain", "chat"):
+            raise ConfigError(f"[passkey] prompt: expected plain or chat, got {self.prompt}")
 
     def samples(self, loaded: LoadedModel) -> Iterator[Sample]:
         """One prompt for each length and position.

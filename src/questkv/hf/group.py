@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from questkv import kernels
-from questkv.config import QuestConfig
 from questkv.hf.counts import PageCounts
 from questkv.hf.plan import Plan
 from questkv.pages import PagePool, SequenceBatch, offload
@@ -29,14 +28,12 @@ class Group:
     """Layers of equal geometry: one pool, one page table.
 
     Attributes:
-        config: The method's configuration.
         pool: Their pages.
         batch: Their sequences.
         layers: The pool's layer of every model layer.
         plan: How the tokens of the running forward are attended.
     """
 
-    config: QuestConfig
     pool: PagePool
     batch: SequenceBatch
     layers: dict[int, int] = field(default_factory=dict)
@@ -58,7 +55,7 @@ class Group:
                 scale=softmax.scale,
                 softcap=softmax.softcap,
                 sinks=softmax.sinks,
-                backend=self.config.backend,
+                backend=plan.config.backend,
             )
         if not len(plan.rows):
             return out
@@ -82,7 +79,7 @@ class Group:
         pages = self.pool.layer(self.layers[layer])
         pages_read = torch.empty_like(plan.lengths)
         out = plan.decode_step(pages).decode(
-            query, pages, self._num_selected(layer, plan), keys, values, pages_read=pages_read, **self._rule(softmax)
+            query, pages, plan.num_selected_in(layer), keys, values, pages_read=pages_read, **_rule(plan, softmax)
         )
         self.batch.written(self.layers[layer])
         counts.add(layer, pages_read, plan.pages_held * pages.num_kv_heads)
@@ -93,10 +90,10 @@ class Group:
     ) -> torch.Tensor:
         """[R, Hq, D] -> [R, Hq, D]: the plan's rows, from pages on the device or in host memory."""
         pages_read = torch.empty_like(plan.lengths)
-        rule = {**self._rule(softmax), "pages_read": pages_read, "backend": self.config.backend}
+        rule = {**_rule(plan, softmax), "pages_read": pages_read, "backend": plan.config.backend}
         pages, fetched = self.pool.layer(self.layers[layer]), self.pool.fetched(self.layers[layer])
         if fetched is None:
-            selected = self._num_selected(layer, plan)
+            selected = plan.num_selected_in(layer)
             out = kernels.decode(query, pages, plan.page_table, plan.lengths, selected, **rule)
         else:
             out = self._fetch_and_decode(layer, plan, query, fetched, rule, counts)
@@ -112,8 +109,8 @@ class Group:
         rule: dict[str, Any],
         counts: PageCounts,
     ) -> torch.Tensor:
-        heads = query.shape[1] // self.pool.geometry.kv_heads if self.config.group == "per_head" else 1
-        selected_counts = plan.sealed_counts if self.config.is_dense_layer(layer) else plan.selected_counts
+        selected_counts = plan.selected_counts_in(layer)
+        heads = offload.lists_a_kv_head(query, self.pool.geometry.kv_heads, plan.config.group)
         fetched.reserve(plan.places(heads, selected_counts))
         fetches = torch.zeros(2, dtype=torch.int64, device=query.device)
         out = offload.decode(
@@ -121,7 +118,7 @@ class Group:
             fetched,
             plan.page_table,
             plan.lengths,
-            self._num_selected(layer, plan),
+            plan.num_selected_in(layer),
             plan.row_lengths,
             selected_counts,
             fetches,
@@ -134,17 +131,16 @@ class Group:
         assert self.plan is not None, "a forward is under way"
         return self.plan
 
-    def _num_selected(self, layer: int, plan: Plan) -> torch.Tensor:
-        return plan.all_pages if self.config.is_dense_layer(layer) else plan.num_selected
 
-    def _rule(self, softmax: Softmax) -> dict[str, Any]:
-        """How a decode step scores, selects and weighs."""
-        return {
-            "scale": softmax.scale,
-            "softcap": softmax.softcap,
-            "sinks": softmax.sinks,
-            "optimism": self.config.optimism,
-            "group": self.config.group,
-            "sink_pages": self.config.sink_pages,
-            "recent_pages": self.config.recent_pages,
-        }
+def _rule(plan: Plan, softmax: Softmax) -> dict[str, Any]:
+    """How a decode step scores, selects and weighs."""
+    config = plan.config
+    return {
+        "scale": softmax.scale,
+        "softcap": softmax.softcap,
+        "sinks": softmax.sinks,
+        "optimism": config.optimism,
+        "group": config.group,
+        "sink_pages": config.sink_pages,
+        "recent_pages": config.recent_pages,
+    }

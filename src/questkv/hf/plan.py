@@ -137,6 +137,14 @@ class Plan:
         """[R] sealed pages of the rows: K in a dense layer."""
         return torch.tensor(self.sealed_counts, dtype=torch.int64, device=self.rows.device)
 
+    def num_selected_in(self, layer: int) -> torch.Tensor:
+        """[R] K of the rows in a layer of the model."""
+        return self.all_pages if self.config.is_dense_layer(layer) else self.num_selected
+
+    def selected_counts_in(self, layer: int) -> list[int]:
+        """`num_selected_in` as the host knows it."""
+        return self.sealed_counts if self.config.is_dense_layer(layer) else self.selected_counts
+
     def decode_step(self, pages: kernels.Pages) -> kernels.DecodeStep:
         """Where every token is a row: what the layers' `decode` share, checked with the first layer's pages."""
         if self._decode_step is None:

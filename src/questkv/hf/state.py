@@ -205,7 +205,7 @@ class PagedState:
         other = PagedState(config, self.paged_layers, self.max_tokens)
         other.columns, other.real = self.columns, self.real
         for geometry, group in self.groups.items():
-            other.groups[geometry] = Group(config, group.pool, group.batch.fork(), dict(group.layers))
+            other.groups[geometry] = Group(group.pool, group.batch.fork(), dict(group.layers))
         return other
 
     def _write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -291,7 +291,7 @@ class PagedState:
             assert self._forward is not None
             if group is None:
                 pool = PagePool(geometry, max_tokens=self.max_tokens)
-                group = Group(self.config, pool, SequenceBatch(pool, self._forward.batch))
+                group = Group(pool, SequenceBatch(pool, self._forward.batch))
                 group.plan = Plan(group.batch.reserve(self._forward.counts), self.config)
                 self.groups[geometry] = group
             host = self.config.offload == "host" and not self.config.is_dense_layer(layer)

@@ -123,8 +123,7 @@ class FetchedPages:
         self._now += 1
         no_page, no_slot = self._slot_of.shape[1] - 1, self.slots
         wanted = page_ids.sort(dim=1).values
-        distinct = wanted >= 0
-        distinct[:, 1:] &= wanted[:, 1:] != wanted[:, :-1]
+        distinct = first_of_each(wanted)
         slot = self._slot_of.gather(1, wanted.where(distinct, no_page))
         there, missing = distinct & (slot >= 0), distinct & (slot < 0)
         self._used.scatter_(1, slot.where(there, no_slot), self._now)
@@ -164,3 +163,10 @@ class FetchedPages:
         """[Hkv, width] int64 of -1."""
         with torch.inference_mode(False):
             return torch.full((self.geometry.kv_heads, width), -1, dtype=torch.int64, device=self.geometry.device)
+
+
+def first_of_each(ids: torch.Tensor) -> torch.Tensor:
+    """[..., n] bool: where ids [..., n], ascending, name a page for the first time; a negative one is padding."""
+    first = ids >= 0
+    first[..., 1:] &= ids[..., 1:] != ids[..., :-1]
+    return first

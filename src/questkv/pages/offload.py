@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from questkv import kernels
-from questkv.pages.fetched import FetchedPages
+from questkv.pages.fetched import FetchedPages, first_of_each
 
 
 def decode(
@@ -62,7 +62,8 @@ def decode(
     """
     pages = fetched.pages
     assert pages is not None
-    kv_heads, ratio = pages.num_kv_heads, q.shape[1] // pages.num_kv_heads
+    kv_heads = pages.num_kv_heads
+    num_sealed = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
     sealed = [(length - 1) // pages.page_size for length in host_lengths]
     whole = [row for row, count in enumerate(sealed) if host_num_selected[row] >= count]
     sparse = [row for row, count in enumerate(sealed) if host_num_selected[row] < count]
@@ -70,14 +71,13 @@ def decode(
     softmax: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
     for rows in _together(whole, sealed, fetched.slots):
         here = _index(rows, q)
-        count = torch.div(lengths[here] - 1, pages.page_size, rounding_mode="floor")
-        table = page_table[here]
+        table, count = page_table[here], num_sealed[here]
         behind = torch.arange(table.shape[1], device=q.device) >= count[:, None]
         named = table.masked_fill(behind, -1)[:, : max(sealed[row] for row in rows)]
         fetches += fetched.fetch(named.flatten().expand(kv_heads, -1), backend=backend)
         out[here] = kernels.dense(q[here], fetched.view, fetched.table(table), lengths[here], **softmax)
         pages_read[here] = (count + 1) * kv_heads
-    each_head = ratio if group == "per_head" else 1
+    each_head = lists_a_kv_head(q, kv_heads, group)
     for rows in _together(sparse, [each_head * count for count in host_num_selected], fetched.slots):
         here = _index(rows, q)
         table = page_table[here]
@@ -86,7 +86,7 @@ def decode(
         )
         selection = kernels.select(
             scores,
-            torch.div(lengths[here] - 1, pages.page_size, rounding_mode="floor"),
+            num_sealed[here],
             num_selected[here],
             sink_pages=sink_pages,
             recent_pages=recent_pages,
@@ -96,6 +96,11 @@ def decode(
         out[here] = kernels.attend(q[here], fetched.view, fetched.table(table), lengths[here], selection, **softmax)
         pages_read[here] = _distinct(selection, kv_heads) + kv_heads
     return out
+
+
+def lists_a_kv_head(q: torch.Tensor, kv_heads: int, group: str) -> int:
+    """Query heads [R, Hq, D] of a KV head that select each for itself: G under ``per_head``, else one for all."""
+    return q.shape[1] // kv_heads if group == "per_head" else 1
 
 
 def _together(rows: list[int], needs: list[int], most: int) -> Iterator[list[int]]:
@@ -139,6 +144,4 @@ def _physical(selection: torch.Tensor, page_table: torch.Tensor, kv_heads: int) 
 def _distinct(selection: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[R] pages of a selection [R, H, K] summed over KV heads; those that heads of a group share count once."""
     chosen = selection.reshape(len(selection), kv_heads, -1).sort(dim=2).values
-    first = chosen >= 0
-    first[..., 1:] &= chosen[..., 1:] != chosen[..., :-1]
-    return first.sum(dim=(1, 2))
+    return first_of_each(chosen).sum(dim=(1, 2))

@@ -90,7 +90,7 @@ class _Layer:
         if fetched is None:
             out = kernels.decode(q, self.pool.layer(0), table, lengths, budget, **how)
         else:
-            each_head = q.shape[1] // self.pool.geometry.kv_heads if rule == "per_head" else 1
+            each_head = offload.lists_a_kv_head(q, self.pool.geometry.kv_heads, rule)
             fetched.reserve(max(sealed[0], each_head * counts[0]))
             rows = (table, lengths, budget, step.lengths, counts, fetches)
             out = offload.decode(q, fetched, *rows, softcap=None, sinks=None, **how)
