@@ -25,8 +25,8 @@ using Tensor = nb::ndarray<nb::device::cpu, nb::c_contig>;
 using Indices = nb::ndarray<int64_t, nb::device::cpu, nb::c_contig>;
 using Floats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
 
-// slots [n], keys and values [n, Hkv, D], sealed [m], the coded pages [m] that they are coded into.
-using NewTokens = std::tuple<Indices, Tensor, Tensor, Indices, std::optional<Indices>>;
+// slots [n], keys and values [n, Hkv, D], sealed [m], the coded pages [m] that they are coded into, spans [k, C].
+using NewTokens = std::tuple<Indices, Tensor, Tensor, Indices, std::optional<Indices>, std::optional<Indices>>;
 
 DType dtype_of(const Tensor& tensor) {
     const nb::dlpack::dtype type = tensor.dtype();
@@ -54,7 +54,8 @@ class LayerPages {
             const int64_t pages = static_cast<int64_t>(keys_[i].shape(1));
             segments_.push_back({static_cast<char*>(keys_[i].data()), static_cast<char*>(values_[i].data()),
                                  static_cast<char*>(boxes_[i].data()), scales_[i] ? scales_[i]->data() : nullptr,
-                                 value_scales_[i] ? value_scales_[i]->data() : nullptr, start, pages});
+                                 value_scales_[i] ? value_scales_[i]->data() : nullptr, start, pages,
+                                 static_cast<int64_t>(boxes_[i].shape(1)) - pages});
             coded |= segments_.back().coded();
             start += pages;
         }
@@ -64,7 +65,8 @@ class LayerPages {
                   static_cast<int64_t>(keys_[0].shape(2)),
                   static_cast<int64_t>(keys_[0].shape(3)),
                   dtype_of(keys_[0]),
-                  coded};
+                  coded,
+                  segments_[0].spans ? segments_[0].pages / segments_[0].spans : 0};
     }
 
     const Pages& view() const { return pages_; }
@@ -139,15 +141,26 @@ NB_MODULE(_native, m) {
         nb::arg("isa"), nb::arg("pages"), nb::arg("page_ids"), nb::arg("into").none(), nb::arg("threads"));
 
     m.def(
+        "seal_spans",
+        [](const std::string& isa, const LayerPages& pages, Indices page_ids, int threads) {
+            nb::gil_scoped_release release;
+            table_named(isa).seal_spans(pages.view(), static_cast<int64_t>(page_ids.shape(0)), page_ids.data(),
+                                        threads);
+        },
+        nb::arg("isa"), nb::arg("pages"), nb::arg("page_ids"), nb::arg("threads"));
+
+    m.def(
         "estimate",
-        [](const std::string& isa, const LayerPages& pages, Tensor q, Indices page_table, Indices lengths, float scale,
-           float optimism, int group, Floats scores, int threads) {
+        [](const std::string& isa, const LayerPages& pages, Tensor q, Indices page_table, Indices lengths,
+           std::optional<Indices> num_selected, float scale, float optimism, int group, Floats scores, int threads) {
             nb::gil_scoped_release release;
             table_named(isa).estimate(pages.view(), rows_of(q, page_table, lengths), scale,
-                                      {optimism, static_cast<Group>(group), 0, 0}, scores.data(), threads);
+                                      {optimism, static_cast<Group>(group), 0, 0},
+                                      num_selected ? num_selected->data() : nullptr, scores.data(), threads);
         },
-        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("page_table"), nb::arg("lengths"), nb::arg("scale"),
-        nb::arg("optimism"), nb::arg("group"), nb::arg("scores").noconvert(), nb::arg("threads"));
+        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("page_table"), nb::arg("lengths"),
+        nb::arg("num_selected").none(), nb::arg("scale"), nb::arg("optimism"), nb::arg("group"),
+        nb::arg("scores").noconvert(), nb::arg("threads"));
 
     m.def(
         "select",
@@ -212,12 +225,15 @@ NB_MODULE(_native, m) {
            std::optional<NewTokens> fresh, Tensor out, int threads) {
             nb::gil_scoped_release release;
             if (fresh) {
-                const auto& [slots, keys, values, sealed, into] = *fresh;
+                const auto& [slots, keys, values, sealed, into, spans] = *fresh;
                 table_named(isa).append(pages.view(), static_cast<int64_t>(slots.size()), slots.data(),
                                         static_cast<const char*>(keys.data()), static_cast<const char*>(values.data()),
                                         threads);
                 table_named(isa).seal(pages.view(), static_cast<int64_t>(sealed.size()), sealed.data(),
                                       into ? into->data() : nullptr, threads);
+                if (spans)
+                    table_named(isa).seal_spans(pages.view(), static_cast<int64_t>(spans->shape(0)), spans->data(),
+                                                threads);
             }
             table_named(isa).decode(pages.view(), rows_of(q, page_table, lengths), num_selected.data(),
                                     softmax_of(scale, softcap, sinks),

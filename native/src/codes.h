@@ -15,8 +15,9 @@ inline SealedPage sealed_page(const Pages& pages, int64_t kv_head, int64_t page)
     const Segment& segment = pages.segment_of(page);
     const int64_t at = kv_head * segment.pages + page - segment.start;
     const int64_t bytes = segment.coded() ? pages.page_size * pages.head_dim : pages.page_bytes();
+    const int64_t box = segment.box_of_page(kv_head, page);
     return {segment.keys + at * bytes, segment.values + at * bytes,
-            reinterpret_cast<const int8_t*>(segment.boxes + at * pages.box_bytes()), segment.scales[at],
+            reinterpret_cast<const int8_t*>(segment.boxes + box * pages.box_bytes()), segment.scales[box],
             segment.coded() ? segment.value_scales + at * pages.page_size * 2 : nullptr};
 }
 

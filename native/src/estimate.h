@@ -2,6 +2,7 @@
 #pragma once
 
 #include "items.h"
+#include "select.h"
 
 namespace questkv::QUESTKV_ISA_NAME {
 
@@ -114,19 +115,33 @@ inline void dot_codes(const EachRow& rows, const EachRow* next, int64_t n, const
 }
 #endif
 
-// scores[f * stride + i] of logical pages first + i, i < count.
-template <class TBox>
-inline void score_pages(const Pages& pages, int64_t kv_head, const int64_t* table, int64_t first, int64_t count,
-                        const float* weights, int64_t forms, float* scores, int64_t stride, Workspace& w) {
+// A box: its segment, and its number there.
+struct Box {
+    const Segment& segment;
+    int64_t at;
+};
+
+inline Box box_of_page(const Pages& pages, int64_t kv_head, int64_t page) {
+    const Segment& segment = pages.segment_of(page);
+    return {segment, segment.box_of_page(kv_head, page)};
+}
+
+inline Box box_of_span(const Pages& pages, int64_t kv_head, int64_t last_page) {
+    const Segment& segment = pages.segment_of(last_page);
+    return {segment, segment.box_of_span(kv_head, last_page, pages.span_pages)};
+}
+
+// scores[f * stride + i] of box_of(i), i < count.
+template <class TBox, class BoxOf>
+inline void score_boxes(const Pages& pages, const BoxOf& box_of, int64_t count, const float* weights, int64_t forms,
+                        float* scores, int64_t stride, Workspace& w) {
     const int64_t n = 2 * pages.head_dim, width = padded(n), bytes = pages.box_bytes();
     const char** rows = w.boxes.of(count + W + kAhead);
     float* scales = w.hi.of(count + W);
     for (int64_t i = 0; i < count; ++i) {
-        const int64_t page = table[first + i];
-        const Segment& segment = pages.segment_of(page);
-        const int64_t at = kv_head * segment.pages + page - segment.start;
-        rows[i] = segment.boxes + at * bytes;
-        scales[i] = segment.scales ? segment.scales[at] : 1.0f;
+        const Box box = box_of(i);
+        rows[i] = box.segment.boxes + box.at * bytes;
+        scales[i] = box.segment.scales ? box.segment.scales[box.at] : 1.0f;
     }
     fill(rows + count, rows + count + W + kAhead, rows[count - 1]);
     fill(scales + count, scales + count + W, 1.0f);
@@ -190,19 +205,20 @@ inline void mean_of_shares(float* scores, int64_t heads, int64_t stride, int64_t
     }
 }
 
-template <class T>
-inline void estimate_item(const Pages& pages, const Rows& rows, const Item& item, float scale, const Scoring& scoring,
-                          int64_t count, float* scores) {
+// scores[i] of box_of(i), i < count, by the item's queries and rule.
+template <class T, class BoxOf>
+inline void score_item(const Pages& pages, const Rows& rows, const Item& item, float scale, const Scoring& scoring,
+                       const BoxOf& box_of, int64_t count, float* scores) {
+    if (!count) return;
     Workspace& w = workspace();
-    const int64_t* table = rows.page_table + item.row * rows.table_width;
     const bool mean = scoring.group == Group::mean;
     auto run = [&]<class TBox>() {
         const int64_t forms = score_weights<T, TBox>(pages, rows, item, scale, scoring.optimism, mean, w);
         if (forms == 1) {
-            score_pages<TBox>(pages, item.kv_head, table, 0, count, w.weights.data(), 1, scores, count, w);
+            score_boxes<TBox>(pages, box_of, count, w.weights.data(), 1, scores, count, w);
         } else {
             float* all = w.scores.of(forms * count);
-            score_pages<TBox>(pages, item.kv_head, table, 0, count, w.weights.data(), forms, all, count, w);
+            score_boxes<TBox>(pages, box_of, count, w.weights.data(), forms, all, count, w);
         }
         if (scoring.group == Group::softmax_mean) {
             float* all = forms == 1 ? scores : w.scores.data();
@@ -212,6 +228,44 @@ inline void estimate_item(const Pages& pages, const Rows& rows, const Item& item
     };
     if (pages.box_dtype() == DType::i8) run.template operator()<int8_t>();
     else run.template operator()<T>();
+}
+
+// scores [count] of an item's first pages.
+template <class T>
+inline void estimate_item(const Pages& pages, const Rows& rows, const Item& item, float scale, const Scoring& scoring,
+                          int64_t count, float* scores) {
+    const int64_t* table = rows.page_table + item.row * rows.table_width;
+    const auto box_of = [&](int64_t i) { return box_of_page(pages, item.kv_head, table[i]); };
+    score_item<T>(pages, rows, item, scale, scoring, box_of, count, scores);
+}
+
+// Whether fewer pages are scored than there are: those of the best spans, and the last ones that make no whole span.
+inline bool by_spans(const Pages& pages, int64_t count, int64_t wanted) {
+    return pages.span_pages && spans_kept(pages.span_pages, wanted) < count / pages.span_pages;
+}
+
+// The pages that are scored, ascending, to `candidates`, and their scores; returns how many.
+template <class T>
+inline int64_t estimate_spans(const Pages& pages, const Rows& rows, const Item& item, float scale,
+                              const Scoring& scoring, int64_t count, int64_t wanted, int64_t* candidates,
+                              float* scores) {
+    Workspace& w = workspace();
+    const int64_t* table = rows.page_table + item.row * rows.table_width;
+    const int64_t size = pages.span_pages, spans = count / size, kept = spans_kept(size, wanted);
+    float* of_spans = w.span_scores.of(spans);
+    score_item<T>(
+        pages, rows, item, scale, scoring,
+        [&](int64_t i) { return box_of_span(pages, item.kv_head, table[(i + 1) * size - 1]); }, spans, of_spans);
+    int64_t* best = w.spans.of(kept);
+    select_pages(of_spans, spans, kept, 0, 0, w.keys.of(spans + W), best);
+    int64_t n = 0;
+    for (int64_t i = 0; i < kept; ++i)
+        for (int64_t p = best[i] * size; p < (best[i] + 1) * size; ++p) candidates[n++] = p;
+    for (int64_t p = spans * size; p < count; ++p) candidates[n++] = p;
+    score_item<T>(
+        pages, rows, item, scale, scoring,
+        [&](int64_t i) { return box_of_page(pages, item.kv_head, table[candidates[i]]); }, n, scores);
+    return n;
 }
 
 }  // namespace questkv::QUESTKV_ISA_NAME

@@ -79,6 +79,9 @@ inline void with_heads(int64_t heads, F&& f) {
     if (heads - h == 1) f.template operator()<1>(h);
 }
 
+// Spans whose pages are scored where a row wants so many pages: the pages of those are four times as many.
+inline int64_t spans_kept(int64_t span_pages, int64_t wanted) { return (4 * wanted + span_pages - 1) / span_pages; }
+
 // Query heads that read the same list of pages: one row's group, or one query head alone.
 struct Item {
     int64_t row, kv_head, first_head, heads;
@@ -112,6 +115,8 @@ struct Workspace {
     Buffer<float> decoded, plain_query, float_query, token_weights;
     Buffer<SealedPage> sealed;
     Buffer<char> copies;
+    Buffer<float> span_scores, page_scores;
+    Buffer<int64_t> spans, candidates;
     Buffer<const char*> key_rows, value_rows, next_keys, next_values, boxes;
 };
 

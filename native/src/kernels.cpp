@@ -44,13 +44,14 @@ void seal(const Pages& pages, int64_t n, const int64_t* page_ids, const int64_t*
             const Segment &from = pages.segment_of(page_ids[i]), &to = pages.segment_of(target);
             for (int64_t h = 0; h < pages.kv_heads; ++h) {
                 const int64_t source = h * from.pages + page_ids[i] - from.start;
-                const int64_t at = h * to.pages + target - to.start;
+                const int64_t at = h * to.pages + target - to.start, of_box = to.box_of_page(h, target);
                 const T* keys = reinterpret_cast<const T*>(from.keys + source * pages.page_bytes());
-                char* box = to.boxes + at * pages.box_bytes();
-                seal_page(keys, pages.page_size, pages.head_dim, lo, hi, box, to.scales ? to.scales + at : nullptr);
+                char* box = to.boxes + of_box * pages.box_bytes();
+                float* scale = to.scales ? to.scales + of_box : nullptr;
+                seal_page(keys, pages.page_size, pages.head_dim, lo, hi, box, scale);
                 if (!to.coded()) continue;
                 const int64_t codes = pages.page_size * pages.head_dim;
-                code_keys(keys, pages.page_size, pages.head_dim, reinterpret_cast<const int8_t*>(box), to.scales[at],
+                code_keys(keys, pages.page_size, pages.head_dim, reinterpret_cast<const int8_t*>(box), *scale,
                           reinterpret_cast<uint8_t*>(to.keys + at * codes));
                 code_values(reinterpret_cast<const T*>(from.values + source * pages.page_bytes()), pages.page_size,
                             pages.head_dim, to.value_scales + at * pages.page_size * 2,
@@ -60,14 +61,49 @@ void seal(const Pages& pages, int64_t n, const int64_t* page_ids, const int64_t*
     });
 }
 
-void estimate(const Pages& pages, const Rows& rows, float scale, const Scoring& scoring, float* scores, int threads) {
+void seal_spans(const Pages& pages, int64_t n, const int64_t* page_ids, int threads) {
+    with_dtype(pages.dtype, [&]<class T>() {
+        run_units(n * pages.kv_heads < 64 ? 1 : threads, n, [&](int64_t i) {
+            const int64_t* of_span = page_ids + i * pages.span_pages;
+            const int64_t last = of_span[pages.span_pages - 1];
+            const Segment& to = pages.segment_of(last);
+            for (int64_t h = 0; h < pages.kv_heads; ++h) {
+                const int64_t at = to.box_of_span(h, last, pages.span_pages);
+                char* box = to.boxes + at * pages.box_bytes();
+                const auto page = [&](int64_t p) {
+                    const Box source = box_of_page(pages, h, of_span[p]);
+                    return BoxView{source.segment.boxes + source.at * pages.box_bytes(),
+                                   source.segment.scales ? source.segment.scales[source.at] : 1.0f};
+                };
+                if (to.scales) {
+                    join_boxes(pages.span_pages, pages.head_dim, page, reinterpret_cast<int8_t*>(box), to.scales + at);
+                } else {
+                    join_boxes(pages.span_pages, pages.head_dim, page, reinterpret_cast<T*>(box));
+                }
+            }
+        });
+    });
+}
+
+void estimate(const Pages& pages, const Rows& rows, float scale, const Scoring& scoring, const int64_t* num_selected,
+              float* scores, int threads) {
     const int64_t lists = scoring.group == Group::per_head ? rows.heads : pages.kv_heads;
     with_dtype(pages.dtype, [&]<class T>() {
         run_units(threads, rows.count * lists, [&](int64_t i) {
             const Item item = item_of(i, pages, rows, lists);
             const int64_t sealed = sealed_pages(pages, rows, item.row);
             float* row = scores + i * rows.table_width;
-            if (sealed) estimate_item<T>(pages, rows, item, scale, scoring, sealed, row);
+            if (num_selected && by_spans(pages, sealed, num_selected[item.row])) {
+                Workspace& w = workspace();
+                int64_t* candidates = w.candidates.of(sealed);
+                float* found = w.page_scores.of(sealed);
+                const int64_t n = estimate_spans<T>(pages, rows, item, scale, scoring, sealed, num_selected[item.row],
+                                                    candidates, found);
+                fill(row, row + rows.table_width, -kInfinity);
+                for (int64_t c = 0; c < n; ++c) row[candidates[c]] = found[c];
+                return;
+            }
+            estimate_item<T>(pages, rows, item, scale, scoring, sealed, row);
             fill(row + sealed, row + rows.table_width, -kInfinity);
         });
     });
@@ -145,13 +181,22 @@ void decode(const Pages& pages, const Rows& rows, const int64_t* num_selected, c
             List list = everything(pages, rows, item.row);
             if (num_selected[item.row] < list.selected) {
                 Workspace& w = workspace();
-                const int64_t sealed = list.selected;
-                static thread_local Buffer<float> of_item;
-                float* scores = of_item.of(sealed);
-                estimate_item<T>(pages, rows, item, softmax.scale, scoring, sealed, scores);
-                list.pages = selection + i * width;
-                list.selected = select_pages(scores, sealed, num_selected[item.row], scoring.sink_pages,
-                                             scoring.recent_pages, w.keys.of(sealed + W), selection + i * width);
+                const int64_t sealed = list.selected, wanted = num_selected[item.row];
+                float* scores = w.page_scores.of(2 * sealed);
+                int64_t* chosen_here = selection + i * width;
+                list.pages = chosen_here;
+                if (by_spans(pages, sealed, wanted)) {
+                    int64_t* candidates = w.candidates.of(sealed);
+                    const int64_t n = estimate_spans<T>(pages, rows, item, softmax.scale, scoring, sealed, wanted,
+                                                        candidates, scores);
+                    list.selected =
+                        select_candidates(candidates, scores, n, sealed, wanted, scoring.sink_pages,
+                                          scoring.recent_pages, w.keys.of(sealed + W), scores + sealed, chosen_here);
+                } else {
+                    estimate_item<T>(pages, rows, item, softmax.scale, scoring, sealed, scores);
+                    list.selected = select_pages(scores, sealed, wanted, scoring.sink_pages, scoring.recent_pages,
+                                                 w.keys.of(sealed + W), chosen_here);
+                }
             }
             all[i] = list;
             if (fused) attend_item<T>(pages, rows, item, list, softmax, out);
@@ -178,6 +223,6 @@ void linear(DType dtype, int64_t rows, int64_t outputs, int64_t channels, const 
 }  // namespace
 
 extern const KernelTable table;
-const KernelTable table = {QUESTKV_ISA_TEXT, append, seal, estimate, select, attend, decode, linear};
+const KernelTable table = {QUESTKV_ISA_TEXT, append, seal, seal_spans, estimate, select, attend, decode, linear};
 
 }  // namespace questkv::QUESTKV_ISA_NAME

@@ -55,6 +55,57 @@ void seal_page(const T* keys, int64_t page_size, int64_t head_dim, float* lo, fl
     *scale = s;
 }
 
+// A page's box as it is stored; scale is 1 for boxes in the keys' type.
+struct BoxView {
+    const char* codes;
+    float scale;
+};
+
+// The box around `count` pages' boxes, page(i), in the keys' type.
+template <class T, class PageBox>
+void join_boxes(int64_t count, int64_t head_dim, const PageBox& page, T* box) {
+    for (int64_t d = 0; d < head_dim; ++d) {
+        float lo = to_float(reinterpret_cast<const T*>(page(0).codes)[d]);
+        float hi = to_float(reinterpret_cast<const T*>(page(0).codes)[head_dim + d]);
+        for (int64_t i = 1; i < count; ++i) {
+            const T* other = reinterpret_cast<const T*>(page(i).codes);
+            const float below = to_float(other[d]), above = to_float(other[head_dim + d]);
+            lo = below < lo ? below : lo;
+            hi = above > hi ? above : hi;
+        }
+        from_float(lo, box + d);
+        from_float(hi, box + head_dim + d);
+    }
+}
+
+// The same in int8 codes of the largest scale, rounded outward in float64, where code * scale is exact.
+template <class PageBox>
+void join_boxes(int64_t count, int64_t head_dim, const PageBox& page, int8_t* box, float* scale) {
+    float s = 0;
+    for (int64_t i = 0; i < count; ++i) s = page(i).scale > s ? page(i).scale : s;
+    *scale = s;
+    if (!(s <= std::numeric_limits<float>::max())) {
+        std::memset(box, 0, static_cast<size_t>(2 * head_dim));
+        return;
+    }
+    const double step = s;
+    for (int64_t d = 0; d < head_dim; ++d) {
+        double lo = std::numeric_limits<double>::infinity(), hi = -lo;
+        for (int64_t i = 0; i < count; ++i) {
+            const BoxView other = page(i);
+            const int8_t* codes = reinterpret_cast<const int8_t*>(other.codes);
+            const double below = double{other.scale} * codes[d], above = double{other.scale} * codes[head_dim + d];
+            lo = below < lo ? below : lo;
+            hi = above > hi ? above : hi;
+        }
+        double code_lo = std::floor(lo / step), code_hi = std::ceil(hi / step);
+        code_lo -= code_lo * step > lo;
+        code_hi += code_hi * step < hi;
+        box[d] = static_cast<int8_t>(code_lo);
+        box[head_dim + d] = static_cast<int8_t>(code_hi);
+    }
+}
+
 inline uint8_t code_of(double place) {
     const double code = std::nearbyint(place);
     return static_cast<uint8_t>(code < 0 ? 0 : code > 255 ? 255 : code);

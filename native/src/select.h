@@ -75,4 +75,30 @@ inline int64_t select_pages(const float* scores, int64_t pages, int64_t wanted, 
     return out;
 }
 
+// The same where only some pages have scores, which must be enough: `candidates` [n], ascending. All others are taken
+// to score -inf.
+//   keys, all: scratch of [pages + W] and [pages].
+inline int64_t select_candidates(const int64_t* candidates, const float* scores, int64_t n, int64_t pages,
+                                 int64_t wanted, int64_t sink, int64_t recent, uint32_t* keys, float* all,
+                                 int64_t* list) {
+    constexpr float lowest = -std::numeric_limits<float>::infinity();
+    int64_t from = 0, to = n, shown = 0;
+    while (from < n && candidates[from] < sink) ++from;
+    while (to > from && candidates[to - 1] >= pages - recent) --to;
+    for (int64_t i = from; i < to; ++i) shown += scores[i] > lowest;
+    const int64_t best = wanted - sink - recent;
+    if (shown < best) {
+        // Lower pages without a score win against those that score -inf.
+        for (int64_t p = 0; p < pages; ++p) all[p] = lowest;
+        for (int64_t i = 0; i < n; ++i) all[candidates[i]] = scores[i];
+        return select_pages(all, pages, wanted, sink, recent, keys, list);
+    }
+    for (int64_t p = 0; p < sink; ++p) list[p] = p;
+    int64_t* middle = list + sink;
+    select_pages(scores + from, to - from, best, 0, 0, keys, middle);
+    for (int64_t i = 0; i < best; ++i) middle[i] = candidates[from + middle[i]];
+    for (int64_t i = 0; i < recent; ++i) middle[best + i] = pages - recent + i;
+    return wanted;
+}
+
 }  // namespace questkv::QUESTKV_ISA_NAME

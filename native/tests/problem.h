@@ -90,21 +90,25 @@ struct Shape {
     }
 };
 
-// Pages of one layer in several segments, behind which there may be one of coded pages.
+// Pages of one layer in several segments, behind which there may be one of coded pages. Spans have boxes where
+// `span_pages` isn't 0; plain segments are whole spans then.
 class Layer {
   public:
-    Layer(const Shape& shape, const std::vector<int64_t>& segment_pages, int64_t coded_pages = 0) : shape_(shape) {
+    Layer(const Shape& shape, const std::vector<int64_t>& segment_pages, int64_t coded_pages = 0,
+          int64_t span_pages = 0)
+        : shape_(shape) {
         int64_t start = 0;
         store_.reserve(segment_pages.size() + 1);
         for (const int64_t n : segment_pages) {
             const size_t numbers = static_cast<size_t>(shape.kv_heads * n * shape.page_size * shape.head_dim);
-            const size_t bounds = static_cast<size_t>(shape.kv_heads * n * 2 * shape.head_dim);
+            const int64_t spans = span_pages ? n / span_pages : 0;
+            const size_t bounds = static_cast<size_t>(shape.kv_heads * (n + spans) * 2 * shape.head_dim);
             Store& store = store_.emplace_back();
             store.keys = store.values = poison(shape.dtype, numbers);
             store.boxes = shape.int8_boxes ? std::vector<char>(bounds, 99) : poison(shape.dtype, bounds);
-            if (shape.int8_boxes) store.scales.assign(static_cast<size_t>(shape.kv_heads * n), std::nanf(""));
+            if (shape.int8_boxes) store.scales.assign(static_cast<size_t>(shape.kv_heads * (n + spans)), std::nanf(""));
             segments_.push_back({store.keys.data(), store.values.data(), store.boxes.data(),
-                                 shape.int8_boxes ? store.scales.data() : nullptr, nullptr, start, n});
+                                 shape.int8_boxes ? store.scales.data() : nullptr, nullptr, start, n, spans});
             start += n;
         }
         if (coded_pages) {
@@ -116,12 +120,12 @@ class Layer {
             store.scales.assign(static_cast<size_t>(shape.kv_heads * coded_pages), std::nanf(""));
             store.value_scales.assign(2 * rows, std::nanf(""));
             segments_.push_back({store.keys.data(), store.values.data(), store.boxes.data(), store.scales.data(),
-                                 store.value_scales.data(), start, coded_pages});
+                                 store.value_scales.data(), start, coded_pages, 0});
         }
         pages_ = {segments_.data(), static_cast<int64_t>(segments_.size()),
                   shape.kv_heads,   shape.page_size,
                   shape.head_dim,   shape.dtype,
-                  coded_pages > 0};
+                  coded_pages > 0,  span_pages};
     }
     Layer(const Layer&) = delete;
 
@@ -149,14 +153,19 @@ class Layer {
 
     double bound(int64_t head, int64_t page, bool hi, int64_t d) const {
         const Segment& s = segment(page);
-        const DType type = shape_.int8_boxes ? DType::i8 : shape_.dtype;
-        const int64_t at = ((head * s.pages + page - s.start) * 2 + hi) * shape_.head_dim + d;
-        return read_number(type, s.boxes + at * size_of(type));
+        return bound_at(s, s.box_of_page(head, page), hi, d);
     }
 
     double scale(int64_t head, int64_t page) const {
         const Segment& s = segment(page);
-        return s.scales ? s.scales[head * s.pages + page - s.start] : 1.0;
+        return s.scales ? s.scales[s.box_of_page(head, page)] : 1.0;
+    }
+
+    // Of the span that ends with a page, times its scale.
+    double span_bound(int64_t head, int64_t last, bool hi, int64_t d) const {
+        const Segment& s = segment(last);
+        const int64_t at = s.box_of_span(head, last, pages_.span_pages);
+        return bound_at(s, at, hi, d) * (s.scales ? s.scales[at] : 1.0);
     }
 
     bool same_tokens(const Layer& other) const {
@@ -175,6 +184,11 @@ class Layer {
         std::vector<char> out(numbers * static_cast<size_t>(size_of(type)));
         for (size_t i = 0; i < numbers; ++i) write_number(type, std::nan(""), out.data() + i * size_of(type));
         return out;
+    }
+
+    double bound_at(const Segment& s, int64_t box, bool hi, int64_t d) const {
+        const DType type = shape_.int8_boxes ? DType::i8 : shape_.dtype;
+        return read_number(type, s.boxes + ((box * 2 + hi) * shape_.head_dim + d) * size_of(type));
     }
 
     const Segment& segment(int64_t page) const {
@@ -222,6 +236,20 @@ struct Problem {
         }
         q = numbers(s.rows() * s.heads() * s.head_dim, q_numbers);
         scale = 1 / std::sqrt(static_cast<float>(s.head_dim));
+    }
+
+    // Put the pages in order into one segment, every row's from a whole span on.
+    void lay_out_in_spans(int64_t span_pages) {
+        int64_t next = 0;
+        slots.clear();
+        sealed_ids.clear();
+        for (int64_t r = 0; r < shape.rows(); ++r) {
+            for (int64_t p = 0; p < shape.pages_of(r); ++p) table[r * table_width + p] = next + p;
+            for (int64_t p = 0; p < shape.sealed(r); ++p) sealed_ids.push_back(next + p);
+            for (int64_t t = 0; t < lengths[r]; ++t) slots.push_back(next * shape.page_size + t);
+            next += (shape.pages_of(r) + span_pages - 1) / span_pages * span_pages;
+        }
+        segment_pages = {next};
     }
 
     // The token's key (or value) in a row.

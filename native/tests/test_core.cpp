@@ -5,26 +5,11 @@
 #include <cinttypes>
 #include <cstdlib>
 
-#include "check.h"
-#include "formulas.h"
+#include "attention.h"
 #include "linear.h"
-#include "problem.h"
 
 namespace questkv::tests {
 namespace {
-
-constexpr int kThreads[] = {1, 2, 3};
-
-// What a layer holds after append, written token by token.
-void write_tokens(const Problem& problem, Layer& layer) {
-    const Shape& s = problem.shape;
-    const char *key = problem.keys.data(), *value = problem.values.data();
-    for (const int64_t slot : problem.slots)
-        for (int64_t h = 0; h < s.kv_heads; ++h, key += s.row_bytes(), value += s.row_bytes()) {
-            std::memcpy(layer.token(false, h, slot / s.page_size, slot % s.page_size), key, s.row_bytes());
-            std::memcpy(layer.token(true, h, slot / s.page_size, slot % s.page_size), value, s.row_bytes());
-        }
-}
 
 void test_append(const KernelTable& kernels, const Problem& problem, Layer& layer, int threads) {
     Layer expected(problem.shape, problem.segment_pages);
@@ -69,32 +54,6 @@ void test_seal(const KernelTable& kernels, const Problem& problem, Layer& layer,
             if (sealed[page]) check_box(problem.shape, layer, head, page);
             else if (problem.shape.int8_boxes) CHECK(std::isnan(layer.scale(head, page)));
             else CHECK(std::isnan(layer.bound(head, page, true, 0)));
-}
-
-std::vector<float> estimate(const KernelTable& kernels, const Problem& problem, const Layer& layer,
-                            const Scoring& scoring, int threads) {
-    const Shape& s = problem.shape;
-    const int64_t lists = scoring.group == Group::per_head ? s.heads() : s.kv_heads;
-    std::vector<float> scores(static_cast<size_t>(s.rows() * lists * problem.table_width), std::nanf(""));
-    kernels.estimate(layer.pages(), problem.rows(), problem.scale, scoring, scores.data(), threads);
-    return scores;
-}
-
-void check_scores(const Problem& problem, const Layer& layer, const Scoring& scoring,
-                  const std::vector<float>& scores) {
-    const float* at = scores.data();
-    for (int64_t row = 0; row < problem.shape.rows(); ++row)
-        for (const auto& list : scores_of(problem, layer, row, scoring)) {
-            bool right = true;
-            for (int64_t p = 0; p < problem.table_width; ++p, ++at)
-                right = right && (p < problem.shape.sealed(row) ? list[p].holds(*at) : *at == -kInf);
-            CHECK(right);
-        }
-}
-
-template <class T>
-bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
-    return a.size() == b.size() && (a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(T)));
 }
 
 // A page with an infinite key is read whatever the others score, in the KV head that holds the key.
@@ -194,136 +153,59 @@ void test_select(const KernelTable& kernels, unsigned seed) {
     }
 }
 
-// Every third page of a row, others in each list; as lists and as the operator's array.
-struct Selection {
-    int64_t lists, width = 0;
-    std::vector<std::vector<int64_t>> pages;  // [R * lists]
-    std::vector<int64_t> array;
-
-    Selection(const Shape& s, bool per_head) : lists(per_head ? s.heads() : s.kv_heads) {
-        for (int64_t row = 0; row < s.rows(); ++row)
-            for (int64_t list = 0; list < lists; ++list) {
-                auto& own = pages.emplace_back();
-                for (int64_t i = 0; i < s.sealed(row) / 3; ++i) own.push_back(3 * i + list % 3);
-                width = std::max(width, static_cast<int64_t>(own.size()));
-            }
-        for (auto own : pages) {
-            own.resize(static_cast<size_t>(width), -1);
-            array.insert(array.end(), own.begin(), own.end());
-        }
-        array.reserve(1);  // an empty selection has an address: null stands for everything
-    }
-};
-
-using Expected = std::vector<std::vector<Close>>;  // [R * Hq] of D
-
-Expected expected_output(const Problem& problem, const Selection* selection, const Softmax& softmax) {
-    Expected out;
-    for (int64_t row = 0; row < problem.shape.rows(); ++row)
-        for (int64_t head = 0; head < problem.shape.heads(); ++head) {
-            std::vector<int64_t> pages(static_cast<size_t>(problem.shape.sealed(row)));
-            std::iota(pages.begin(), pages.end(), 0);
-            if (selection)
-                pages = selection->pages[row * selection->lists + head * selection->lists / problem.shape.heads()];
-            out.push_back(attention(problem, row, head, pages, softmax));
-        }
-    return out;
-}
-
-std::vector<char> empty_output(const Problem& problem, int64_t rows) {
-    std::vector<char> out(static_cast<size_t>(rows * problem.shape.heads() * problem.shape.row_bytes()));
-    for (size_t i = 0; i < out.size(); i += size_of(problem.shape.dtype))
-        write_number(problem.shape.dtype, std::nan(""), out.data() + i);
-    return out;
-}
-
-std::vector<char> attend(const KernelTable& kernels, const Problem& problem, const Layer& layer,
-                         const Selection* selection, const Softmax& softmax, int threads) {
-    std::vector<char> out = empty_output(problem, problem.shape.rows());
-    kernels.attend(layer.pages(), problem.rows(), selection ? selection->array.data() : nullptr,
-                   selection ? selection->lists : problem.shape.kv_heads, selection ? selection->width : 0, softmax,
-                   out.data(), threads);
-    return out;
-}
-
-void test_attend(const KernelTable& kernels, const Problem& problem, const Layer& layer, const Selection* selection,
-                 const Softmax& softmax, const Expected& expected) {
-    const std::vector<char> out = attend(kernels, problem, layer, selection, softmax, 1);
-    const char* at = out.data();
-    for (const auto& head : expected) {
-        bool right = true;
-        for (const Close& c : head) {
-            right = right && c.holds(read_number(problem.shape.dtype, at));
-            at += size_of(problem.shape.dtype);
-        }
-        CHECK(right);
-    }
-    for (const int threads : kThreads)
-        CHECK(same_bits(attend(kernels, problem, layer, selection, softmax, threads), out));
-}
-
-struct Decoded {
-    std::vector<char> out;
-    std::vector<int64_t> pages_read;
-};
-
-Decoded decode(const KernelTable& kernels, const Problem& problem, const Layer& layer, const Rows& rows,
-               const int64_t* wanted, const Softmax& softmax, const Scoring& scoring, int threads) {
-    Decoded result{empty_output(problem, rows.count), std::vector<int64_t>(static_cast<size_t>(rows.count), -7)};
-    kernels.decode(layer.pages(), rows, wanted, softmax, scoring, result.out.data(), result.pages_read.data(), threads);
-    return result;
-}
-
-// Estimate, select and attend in one call give the bits of three calls; a row that may read everything those of dense.
-void test_decode(const KernelTable& kernels, const Problem& problem, const Layer& layer, const Softmax& softmax,
-                 const Scoring& scoring) {
+// Boxes of spans, and decoding by them: the pages that are scored have the scores that they always have.
+void test_spans(const KernelTable& kernels, Problem problem, const Softmax& softmax, int64_t size) {
     const Shape& s = problem.shape;
-    const std::vector<float> scores = estimate(kernels, problem, layer, scoring, 1);
-    check_scores(problem, layer, scoring, scores);
-    for (const int threads : kThreads) CHECK(same_bits(estimate(kernels, problem, layer, scoring, threads), scores));
-
-    std::vector<int64_t> wanted(s.lengths.size());
-    for (int64_t r = 0; r < s.rows(); ++r)
-        wanted[r] = r % 3 == 2 ? s.sealed(r) + 1 : std::max(scoring.sink_pages + scoring.recent_pages, s.sealed(r) / 2);
-    Selection chosen(s, scoring.group == Group::per_head);
-    chosen.width = 0;
-    std::vector<int64_t> read(s.lengths.size());
+    problem.lay_out_in_spans(size);
+    Layer layer(s, problem.segment_pages, 0, size);
+    write_tokens(problem, layer);
+    kernels.seal(layer.pages(), static_cast<int64_t>(problem.sealed_ids.size()), problem.sealed_ids.data(), nullptr, 1);
+    std::vector<int64_t> ids, wanted;
     for (int64_t r = 0; r < s.rows(); ++r) {
-        std::vector<std::vector<bool>> seen(s.kv_heads, std::vector<bool>(problem.table_width));
-        for (int64_t l = 0; l < chosen.lists; ++l) {
-            auto& own = chosen.pages[r * chosen.lists + l];
-            own = pages_by_sort(scores.data() + (r * chosen.lists + l) * problem.table_width, s.sealed(r), wanted[r],
-                                scoring.sink_pages, scoring.recent_pages);
-            chosen.width = std::max(chosen.width, static_cast<int64_t>(own.size()));
-            for (const int64_t page : own) seen[l * s.kv_heads / chosen.lists][page] = true;
+        for (int64_t p = 0; p < s.sealed(r) / size * size; ++p)
+            ids.push_back(problem.table[r * problem.table_width + p]);
+        wanted.push_back(s.sealed(r) / 9);
+    }
+    ids.reserve(1);
+    kernels.seal_spans(layer.pages(), static_cast<int64_t>(ids.size()) / size, ids.data(), 2);
+    for (size_t i = 0; i < ids.size(); i += static_cast<size_t>(size))
+        for (int64_t h = 0; h < s.kv_heads; ++h) {
+            bool right = true;
+            double step = 0;
+            for (int64_t p = 0; p < size; ++p) step = std::max(step, s.int8_boxes ? layer.scale(h, ids[i + p]) : 0.0);
+            for (int64_t d = 0; d < s.head_dim; ++d)
+                for (const bool hi : {false, true}) {
+                    double widest = hi ? -kInf : kInf;
+                    for (int64_t p = 0; p < size; ++p) {
+                        const double bound = layer.bound(h, ids[i + p], hi, d) * layer.scale(h, ids[i + p]);
+                        widest = hi ? std::max(widest, bound) : std::min(widest, bound);
+                    }
+                    const double found = layer.span_bound(h, ids[i + size - 1], hi, d);
+                    const double outside = hi ? found - widest : widest - found;
+                    right = right && outside >= 0 && outside <= step * (1 - 1e-9);
+                }
+            CHECK(right);
         }
-        for (const auto& pages : seen) read[r] += 1 + std::count(pages.begin(), pages.end(), true);
-    }
-    chosen.array.clear();
-    for (auto own : chosen.pages) {
-        own.resize(static_cast<size_t>(chosen.width), -1);
-        chosen.array.insert(chosen.array.end(), own.begin(), own.end());
-    }
-    chosen.array.reserve(1);
-    const std::vector<char> expected = attend(kernels, problem, layer, &chosen, softmax, 1);
-    for (const int threads : kThreads) {
-        const Decoded together =
-            decode(kernels, problem, layer, problem.rows(), wanted.data(), softmax, scoring, threads);
-        CHECK(same_bits(together.out, expected));
-        CHECK(together.pages_read == read);
-        for (int64_t r = 0; r < s.rows(); ++r) {
-            const int64_t bytes = s.heads() * s.row_bytes();
-            const Rows alone{1,
-                             s.heads(),
-                             problem.table_width,
-                             problem.q.data() + r * bytes,
-                             problem.table.data() + r * problem.table_width,
-                             problem.lengths.data() + r};
-            const Decoded one = decode(kernels, problem, layer, alone, wanted.data() + r, softmax, scoring, threads);
-            CHECK(!std::memcmp(one.out.data(), expected.data() + r * bytes, static_cast<size_t>(bytes)));
-            CHECK(one.pages_read[0] == read[r]);
+    for (const Group group : {Group::mean, Group::per_head}) {
+        const Scoring scoring{0.5f, group, 0, 0};
+        const std::vector<float> every = estimate(kernels, problem, layer, scoring, 1);
+        const std::vector<float> some = estimate(kernels, problem, layer, scoring, 2, wanted.data());
+        const int64_t lists = group == Group::per_head ? s.heads() : s.kv_heads;
+        for (int64_t i = 0; i < s.rows() * lists; ++i) {
+            const int64_t row = i / lists, spans = s.sealed(row) / size;
+            const int64_t kept = std::min(spans, (4 * wanted[row] + size - 1) / size);
+            int64_t scored = 0;
+            bool right = true;
+            for (int64_t p = 0; p < problem.table_width; ++p) {
+                const float score = some[i * problem.table_width + p];
+                scored += score > -kInf;
+                right = right && (score == -kInf || score == every[i * problem.table_width + p]);
+            }
+            CHECK(right && scored == kept * size + s.sealed(row) % size);
         }
     }
+    for (const Group group : {Group::mean, Group::softmax_mean, Group::per_head})
+        test_decode(kernels, problem, layer, softmax, {0.5f, group, 0, 1}, 9);
 }
 
 void test_shape(const Shape& shape, unsigned seed) {
@@ -348,6 +230,8 @@ void test_shape(const Shape& shape, unsigned seed) {
         test_attend(kernels, problem, layer, &own, capped, some_own);
         for (const Group group : {Group::mean, Group::softmax_mean, Group::per_head})
             test_decode(kernels, problem, layer, group == Group::mean ? plain : capped, {0.5f, group, 1, 1});
+        test_spans(kernels, problem, plain, 2);
+        test_spans(kernels, problem, capped, 5);
         if (!shape.int8_boxes || problem.sealed_ids.empty()) continue;
         const Coded coded(kernels, problem, 2);
         tally().where += " coded";

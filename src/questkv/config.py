@@ -20,6 +20,8 @@ KV_DTYPES = ("model", "int8")
 # Behind "auto", best first; the Triton backend is for GPUs.
 BACKENDS = ("auto", "native", "triton", "reference")
 OFFLOADS = ("none", "host")
+# Pages of the spans whose pages are scored, as a multiple of the pages that are selected.
+SPAN_SHARE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,9 @@ class QuestConfig:
         box_dtype: ``int8`` (rounded outward, one scale per page and KV head) or ``model`` (the keys' own type).
         kv_dtype: Type of sealed pages' keys and values: ``model`` keeps the model's own, ``int8`` codes them in eight
             bits when the page is sealed, half the bytes of 16-bit keys and values (needs ``box_dtype="int8"``).
+        span_pages: C, pages a span: with C >= 2, spans of C pages have boxes too, and a step scores the pages of the
+            best spans only, so that it reads a part of the boxes (docs/method.md). 0 scores every page. For contexts
+            of 32K tokens and more on a CPU.
         dense_below: Contexts shorter than this many tokens are read densely.
         sparse_prefill: Runs of up to this many new tokens behind an existing context are decoded sparsely, token by
             token; longer runs are dense prefill.
@@ -65,6 +70,7 @@ class QuestConfig:
     group: str = "mean"
     box_dtype: str = "int8"
     kv_dtype: str = "model"
+    span_pages: int = 0
     dense_below: int = 0
     sparse_prefill: int = 64
     backend: str = "auto"
@@ -73,8 +79,10 @@ class QuestConfig:
 
     def __post_init__(self) -> None:
         _check_int("page_size", self.page_size, at_least=1)
-        for name in ("sink_tokens", "recent_tokens", "dense_below", "sparse_prefill"):
+        for name in ("sink_tokens", "recent_tokens", "span_pages", "dense_below", "sparse_prefill"):
             _check_int(name, getattr(self, name), at_least=0)
+        if self.span_pages == 1:
+            raise _error("span_pages", "0 (no spans) or at least 2", self.span_pages)
         object.__setattr__(self, "dense_layers", _dense_layers(self.dense_layers))
         _check_optimism(self.optimism)
         object.__setattr__(self, "optimism", float(self.optimism))
@@ -88,6 +96,8 @@ class QuestConfig:
         _check_choice("offload", self.offload, OFFLOADS)
         if self.offload == "host" and self.backend == "native":
             raise _error("backend", "one for a GPU with offload='host'", self.backend)
+        if self.offload == "host" and self.span_pages:
+            raise _error("span_pages", "0 with offload='host'", self.span_pages)
         _check_factor("offload_cache", self.offload_cache)
         object.__setattr__(self, "offload_cache", float(self.offload_cache))
         self._check_budget()
@@ -141,6 +151,17 @@ class QuestConfig:
         sealed = (length - 1) // self.page_size
         in_open_page = length - sealed * self.page_size
         return min((self.budget_at(length) - in_open_page) // self.page_size, sealed)
+
+    def boxes_at(self, length: int) -> int:
+        """Boxes that a sparse step scores for a row seeing `length` tokens: those of its pages, or of spans and pages.
+
+        With spans of C pages: those of all whole spans, then those of the pages of the best ceil(4 K / C), and of the
+        pages behind the last whole span.
+        """
+        sealed, size = (length - 1) // self.page_size, self.span_pages
+        spans = sealed // size if size else 0
+        kept = -(-SPAN_SHARE * self.pages_at(length) // size) if size else 0
+        return sealed if kept >= spans else spans + kept * size + sealed % size
 
     def is_dense_layer(self, layer: int) -> bool:
         """Whether model layer `layer` (0-based) is always dense."""

@@ -43,7 +43,7 @@ def test_json_dash_leaves_only_json_on_stdout(run: Run, tiny_model: str, documen
     result = ask(run, document, tiny_model, "--budget", "112", "--json", "-")
     values = json.loads(result.stdout)
     assert list(values) == [
-        *(*KEYS, "cache_bytes", "token_budget", "kv_dtype", "offload", "host_bytes", "device_bytes")
+        *(*KEYS, "cache_bytes", "token_budget", "kv_dtype", "span_pages", "offload", "host_bytes", "device_bytes")
     ]
     assert (values["offload"], values["host_bytes"], values["device_bytes"]) == ("none", 0, values["cache_bytes"])
     assert values["generated_tokens"] == 8
@@ -196,6 +196,7 @@ def test_unreadable_document(run: Run, tiny_model: str, document: Path) -> None:
         (("--budget", "nan"), "--budget"),
         (("--budget", "64"), "at least 96 tokens"),
         (("--page-size", "0"), "--page-size"),
+        (("--span-pages", "1"), "--span-pages: expected 0 (no spans) or at least 2, got 1"),
     ],
 )
 def test_impossible_cache_options_are_bad_arguments(

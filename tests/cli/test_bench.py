@@ -66,6 +66,21 @@ def test_pages_in_eight_bits_are_compared_with_the_models_type() -> None:
     assert values["config"]["kv_dtype"] == "int8"
 
 
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_spans_are_checked_and_timed(kv_dtype: str) -> None:
+    arguments = ("--context", "2048", "--budget", "112", "--span-pages", "4", "--kv-dtype", kv_dtype, "--json", "-")
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    values = json.loads(out)
+    assert values["config"]["span_pages"] == 4
+    by_name = {row["name"]: row for row in values["rows"]}
+    # 127 sealed pages: 31 spans, of which those of ceil(4 K / 4) = K are kept, K = (112 - 16) / 16; 3 pages behind.
+    heads, dim = values["shape"]["kv_heads"], values["shape"]["head_dim"]
+    boxes = (31 + 6 * 4 + 3) * heads * (2 * dim + 4)
+    estimate = by_name["estimate"]
+    assert estimate["gb_per_s"] * estimate["median_ms"] * 1e6 == pytest.approx(boxes, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -76,6 +91,8 @@ def test_pages_in_eight_bits_are_compared_with_the_models_type() -> None:
         (["--budget", "32"], 2, "expected at least 96 tokens"),
         (["--heads", "5"], 2, "expected a multiple of 2 KV heads"),
         (["--kv-dtype", "int4"], 2, "expected 'model' or 'int8'"),
+        (["--context", "528", "--span-pages", "4"], 2, "expected a multiple of 64"),
+        (["--span-pages", "1"], 2, "expected 0 (no spans) or at least 2, got 1"),
         (["--dtype", "int8"], 2, "expected one of float32"),
         (["--json", "/nowhere/rows.json"], 1, "there is no folder"),
         (["--plot", "/nowhere/times.png"], 1, "--plot /nowhere/times.png: there is no folder"),

@@ -91,6 +91,23 @@ def test_bytes_are_those_of_tokens_and_boxes(tiny: LoadedModel, tmp_path: Path) 
     assert own["bytes_read"] <= rows["quest a=0.5 mean, pages of 16", 128]["bytes_read"]
 
 
+def test_spans_read_fewer_boxes_for_the_same_tokens(tiny: LoadedModel, tmp_path: Path) -> None:
+    recall = small(page_sizes=(4,), budgets=(36, 208), groups=("mean",), span_pages=(0, 8))
+    rows = {(row["method"], row["budget"]): row for row in run(recall, tiny, tmp_path)}
+    flat, spans = (f"quest a=0.5 mean, pages of 4{spans}" for spans in ("", ", spans of 8"))
+    # Rows of 204 to 208 tokens: 50 or 51 sealed pages, 6 spans.
+    sealed = [(length - 1) // 4 for length in range(204, 209)]
+    selected = [(36 - (length - 4 * n)) // 4 for length, n in zip(range(204, 209), sealed, strict=True)]
+    scored = [6 + -(-4 * k // 8) * 8 + n % 8 for k, n in zip(selected, sealed, strict=True)]
+    fewer = (sum(sealed) - sum(scored)) / 5 * 2 * (2 * 8 + 4)
+    assert fewer > 0
+    for layer in ("1", "2"):
+        read = [rows[method, 36]["layers"][layer]["bytes_read"] for method in (flat, spans)]
+        assert read[0] - read[1] == pytest.approx(fewer)
+    assert 0 < rows[spans, 36]["score"] <= rows["oracle, pages of 4", 36]["score"] + 1e-6
+    assert rows[spans, 208]["score"] == rows[flat, 208]["score"]
+
+
 def test_a_budget_that_covers_the_text_keeps_everything(tiny: LoadedModel, tmp_path: Path) -> None:
     for row in run(small(budgets=(208,)), tiny, tmp_path):
         if row["budget"] is not None:
@@ -166,6 +183,8 @@ def test_dense_layers_are_left_out_unless_there_are_no_others() -> None:
         ({"optimisms": (1.5,)}, r"optimism: expected a number in \[0, 1\]"),
         ({"groups": ("median",)}, "group: expected 'mean'"),
         ({"page_sizes": (0,)}, "page_size: expected an int >= 1"),
+        ({"span_pages": (8, 1), "groups": ("mean",)}, r"span_pages: expected 0 \(no spans\) or at least 2, got 1"),
+        ({"span_pages": (8,), "groups": ("per_head",)}, r"span_pages: expected 0 with the rule per_head, got \[8\]"),
         ({"share": 1.0}, r"expected a share of the attention mass in \(0, 1\)"),
         ({"steps": 0}, "steps: expected at least 1"),
         ({"lengths": (0,)}, "lengths: expected at least 1 token"),

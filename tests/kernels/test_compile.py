@@ -11,6 +11,7 @@ import torch
 
 from kernels.cases import Case, Shape, build_case
 from kernels.coded_cases import code_pages
+from kernels.spans import spanned, whole_spans
 from questkv import kernels
 from questkv.kernels import NewTokens, Pages, PageSegment
 
@@ -120,6 +121,27 @@ def test_a_whole_graph_gives_the_eager_result(name: str, kind: str) -> None:
     # aot_eager: the graph as torch sees it, with every write made explicit, without minutes of C++ compilation.
     got = torch.compile(call, fullgraph=True, backend="aot_eager")(graph_pages, case.q)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(all_tensors(graph_pages), all_tensors(eager_pages), rtol=0, atol=0, equal_nan=True)
+
+
+def test_spans_in_a_graph_give_the_eager_result() -> None:
+    case = spanned(build_case(3, Shape(page_size=2), [2 * 40 + 1]), 4)
+    spans, few = torch.tensor(whole_spans(case, 0)), torch.tensor([3])
+    kernels.seal_spans(case.pages, spans[:-1])
+    new = case.keys[0][:, -1:].transpose(0, 1), case.values[0][:, -1:].transpose(0, 1)
+    slots, sealed = torch.tensor([case.tables[0][40] * 2]), torch.tensor(case.tables[0][39:40])
+
+    def step(pages: Pages, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kernels.seal_spans(pages, spans[:3])
+        scores = kernels.estimate(q, pages, case.page_table, case.lengths, few, scale=0.3)
+        fresh = NewTokens(slots, *new, sealed, None, spans[-1:])
+        rest = {"scale": 0.3, "sink_pages": 1, "recent_pages": 1, "new": fresh}
+        return scores, kernels.decode(q, pages, case.page_table, case.lengths, few, **rest)
+
+    eager_pages, graph_pages = copied(case.pages), copied(case.pages)
+    expected = step(eager_pages, case.q)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(graph_pages, case.q)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
     torch.testing.assert_close(all_tensors(graph_pages), all_tensors(eager_pages), rtol=0, atol=0, equal_nan=True)
 
 

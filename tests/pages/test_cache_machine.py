@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,49 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kernels.eight_bits import decoded_keys, decoded_values, half_step_of_keys, key_codes, rounding_of_keys, value_codes
-from pages.token_formulas import attention, boxes, int8_boxes, tolerance
-from questkv import kernels
+from pages.cache_checks import LAYERS, CacheChecks, Token, Tracked
 from questkv.errors import PoolFullError
-from questkv.pages import PageGeometry, PagePool, SequenceBatch, offload
+from questkv.pages import PageGeometry, PagePool, SequenceBatch
 from questkv.pages import geometry as geometry_module
 from questkv.pages import pool as pool_module
 
-LAYERS = 2
 MOST_BATCHES = 3
-SCALE = 0.7
 
 
-@dataclass(frozen=True)
-class Token:
-    """What every layer stores of a token: keys [LAYERS, Hkv, D] and values, float32.
-
-    `boxed` are the keys that its page's box was made of: those before they were coded, if the page is.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    boxed: torch.Tensor
-
-
-@dataclass
-class Tracked:
-    """A batch and what each of its sequences should hold."""
-
-    batch: SequenceBatch
-    tokens: list[list[Token]]
-    interrupted: bool = False
-
-    @property
-    def tables(self) -> list[list[int]]:
-        """The sequences' tables, those of an interrupted step as they are when it has been undone."""
-        return [
-            [sequence._before.get(logical, [page])[0] if self.interrupted else page for logical, page in pages]
-            for sequence in self.batch.sequences
-            for pages in [list(enumerate(sequence.table))]
-        ]
-
-
-class CacheMachine(RuleBasedStateMachine):
+class CacheMachine(CacheChecks, RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 3, 4]),
         kv_heads=st.sampled_from([1, 2]),
@@ -62,11 +28,14 @@ class CacheMachine(RuleBasedStateMachine):
         head_dim=st.sampled_from([1, 5]),
         storage=st.sampled_from(
             [
-                ("int8", "model", "none"),
-                ("model", "model", "none"),
-                ("int8", "int8", "none"),
-                ("model", "model", "host"),
-                ("int8", "int8", "host"),
+                ("int8", "model", "none", 0),
+                ("model", "model", "none", 0),
+                ("int8", "int8", "none", 0),
+                ("model", "model", "host", 0),
+                ("int8", "int8", "host", 0),
+                ("int8", "model", "none", 2),
+                ("model", "model", "none", 3),
+                ("int8", "int8", "none", 2),
             ]
         ),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -176,7 +145,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert [self.pool.holders(page) for page in range(self.pool.num_pages)] == [
             holders[page] for page in range(self.pool.num_pages)
         ]
-        assert sorted(self.pool._free[False] + self.pool._free[True]) == [
+        assert sorted(page for free in self.pool._free.values() for page in free) == [
             page for page in range(self.pool.num_pages) if not holders[page]
         ]
         assert (self.pool.num_held, self.pool.num_free) == (len(holders), self.pool.num_pages - len(holders))
@@ -197,6 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for layer in range(LAYERS):
                     self._check_tokens(layer, table, tokens)
                     self._check_boxes(layer, table, tokens)
+                    self._check_spans(layer, table, tokens)
                     if tokens and not tracked.interrupted:
                         kept = tracked.batch.keys_values(layer, row)
                         assert torch.equal(kept[0].float(), torch.stack([token.keys[layer] for token in tokens], dim=1))
@@ -232,7 +202,8 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             tracked.batch.reserve(counts)
         except PoolFullError:
-            assert not fits
+            # Pages that end spans may be the ones that are missing.
+            assert not fits or self.pool.geometry.span_pages
             assert (self._tables(), self.pool.num_held) == (before, len(held))
             return False
         assert fits
@@ -303,129 +274,6 @@ class CacheMachine(RuleBasedStateMachine):
         allowed = half_step_of_keys(box, scale) * (1 + 1e-9) + rounding_of_keys(decoded, box, scale)
         assert ((decoded.double() - keys.double()).abs() <= allowed).all()
         return decoded, decoded_values(*value_codes(values))
-
-    def _poison(self) -> None:
-        """Fill every slot without a token and every box of a page that isn't sealed with NaN."""
-        used: Counter[int] = Counter()
-        sealed = set()
-        for tracked in self.tracked:
-            for table, tokens in zip(tracked.tables, tracked.tokens, strict=True):
-                for logical in range(-(-len(tokens) // self.page_size)):
-                    page = table[logical]
-                    used[page] = max(used[page], min(self.page_size, len(tokens) - logical * self.page_size))
-                    # A code means nothing without its box, though a crop may have opened the page again.
-                    if len(tokens) > (logical + 1) * self.page_size or self.pool.is_closed(page):
-                        sealed.add(page)
-        for layer in range(LAYERS if self.pool.num_pages else 0):
-            for page in range(self.pool.num_pages):
-                segment, at = self.pool._locate(layer, page)
-                if not segment.coded:
-                    segment.keys[:, at, used[page] :] = torch.nan
-                    segment.values[:, at, used[page] :] = torch.nan
-                elif page not in sealed:
-                    segment.value_scales[:, at] = torch.nan
-                if page not in sealed:
-                    segment.boxes[:, at] = 127 if segment.scales is not None else torch.nan
-                    if segment.scales is not None:
-                        segment.scales[:, at] = torch.nan
-
-    def _check_tokens(self, layer: int, table: list[int], tokens: list[Token]) -> None:
-        for index, token in enumerate(tokens):
-            segment, at = self.pool._locate(layer, table[index // self.page_size])
-            slot = index % self.page_size
-            keys, values = segment.keys[:, at], segment.values[:, at]
-            if segment.coded:
-                keys = decoded_keys(keys, segment.boxes[:, at], segment.scales[:, at])
-                values = decoded_values(values, segment.value_scales[:, at])
-            assert torch.equal(keys[:, slot].float(), token.keys[layer])
-            assert torch.equal(values[:, slot].float(), token.values[layer])
-
-    def _check_boxes(self, layer: int, table: list[int], tokens: list[Token]) -> None:
-        for page in range(max(len(tokens) - 1, 0) // self.page_size):
-            own = tokens[page * self.page_size :][: self.page_size]
-            keys = torch.stack([token.boxed[layer] for token in own])
-            lo, hi = boxes(keys)
-            segment, at = self.pool._locate(layer, table[page])
-            assert segment.coded == (self.pool.geometry.kv_dtype == "int8")
-            assert self.pool.is_closed(table[page]) == self.pool.geometry.closes
-            assert segment.host == (self.pool.geometry.offload == "host" and layer == LAYERS - 1)
-            stored = segment.boxes[:, at].double()
-            if segment.scales is None:
-                assert torch.equal(stored, torch.stack([lo, hi], dim=1))
-                continue
-            scale = segment.scales[:, at]
-            code_lo, code_hi = int8_boxes(lo, hi, scale)
-            # Division may round onto the wrong side of a whole code, so the box may be one code wider, never narrower.
-            assert ((stored[:, 0] <= code_lo) & (stored[:, 0] >= code_lo - 1)).all()
-            assert ((stored[:, 1] >= code_hi) & (stored[:, 1] <= code_hi + 1)).all()
-            bounds = stored * scale.double()[:, None, None]
-            for held in (keys, torch.stack([token.keys[layer] for token in own])):
-                # A decoded key is rounded to float32, so it may lie half of its last place outside.
-                slack = 0 if held is keys else held.double().abs() * 2.0**-24
-                assert (bounds[:, 0] <= held.double() + slack).all()
-                assert (held.double() - slack <= bounds[:, 1]).all()
-            # The scale is the smallest that reaches the largest value with 127 codes, give or take its rounding.
-            largest = torch.maximum(lo.abs(), hi.abs()).amax(dim=1)
-            assert torch.allclose(scale.double() * 127, largest, rtol=2.0**-21, atol=1e-30)
-
-    def _check_decode(self, layer: int, tracked: Tracked) -> None:
-        every = tracked.tables
-        # A page that a crop opened again stays coded until the next tokens are reserved.
-        rows = [
-            row
-            for row, tokens in enumerate(tracked.tokens)
-            if tokens and not self.pool.is_closed(every[row][(len(tokens) - 1) // self.page_size])
-        ]
-        if not rows:
-            return
-        tables = [every[row] for row in rows]
-        width = max(map(len, tables))
-        page_table = torch.tensor([table + [-1] * (width - len(table)) for table in tables])
-        lengths = torch.tensor([len(tracked.tokens[row]) for row in rows])
-        sealed = (lengths - 1) // self.page_size
-        geometry = self.pool.geometry
-        heads = geometry.kv_heads * self.group
-        q = torch.randn((len(rows), heads, geometry.head_dim), generator=self.random).to(geometry.dtype)
-        pages = self.pool.layer(layer)
-        scores = kernels.estimate(q, pages, page_table, lengths, scale=SCALE)
-        for budget in (sealed, torch.minimum(sealed, torch.tensor(2))):
-            selection = kernels.select(scores, sealed, budget, sink_pages=1, recent_pages=1)
-            pages_read = torch.empty_like(lengths)
-            out = self._decode(layer, q, page_table, lengths, budget, pages_read)
-            assert torch.equal(pages_read, (budget + 1) * geometry.kv_heads)
-            for i, row in enumerate(rows):
-                self._check_row(layer, tracked.tokens[row], q[i], selection[i], int(budget[i]), out[i])
-
-    def _decode(self, layer, q, page_table, lengths, budget, pages_read) -> torch.Tensor:
-        how = {"scale": SCALE, "sink_pages": 1, "recent_pages": 1, "pages_read": pages_read, "backend": self.backend}
-        fetched = self.pool.fetched(layer)
-        if fetched is None:
-            return kernels.decode(q, self.pool.layer(layer), page_table, lengths, budget, **how)
-        fetched.reserve(max(4, int(budget.max())))
-        # What was never fetched, or was of a page that nobody holds, is NaN.
-        held = torch.tensor([self.pool.holders(page) > 0 for page in range(self.pool.num_pages)] + [False])
-        void = ~held[fetched._page_of]
-        for tensor in (fetched.segment.keys, fetched.segment.values, fetched.segment.value_scales):
-            if tensor is not None and tensor.is_floating_point():
-                tensor[void] = torch.nan
-        how |= {"optimism": 1.0, "group": "mean", "softcap": None, "sinks": None}
-        lists, fetches = (lengths.tolist(), budget.tolist()), torch.zeros(2, dtype=torch.int64)
-        return offload.decode(q, fetched, page_table, lengths, budget, *lists, fetches, **how)
-
-    def _check_row(self, layer, tokens, q, selection, count, out) -> None:
-        sealed = (len(tokens) - 1) // self.page_size
-        keys = torch.stack([token.keys[layer] for token in tokens])
-        values = torch.stack([token.values[layer] for token in tokens])
-        for head in range(self.pool.geometry.kv_heads):
-            chosen = selection[head, :count].tolist()
-            assert chosen == sorted(set(chosen))
-            assert not chosen or (chosen[0] == 0 and chosen[-1] == sealed - 1)
-            read = [page * self.page_size + slot for page in chosen for slot in range(self.page_size)]
-            read += range(sealed * self.page_size, len(tokens))
-            own = slice(head * self.group, (head + 1) * self.group)
-            k, v = keys[read, head], values[read, head]
-            error = (out[own].double() - attention(q[own], k, v, SCALE)).abs().max()
-            assert error <= tolerance(q[own], k, v, SCALE, out.dtype)
 
 
 TestCacheMachine = CacheMachine.TestCase

@@ -20,8 +20,13 @@ struct KernelTable {
     // `into` is not null, box and content of page_ids[i] are coded into the coded page into[i] instead.
     void (*seal)(const Pages&, int64_t n, const int64_t* page_ids, const int64_t* into, int threads);
 
-    // scores [R, H, P] float32, H = Hq under per_head, else Hkv; -inf behind a row's sealed pages.
-    void (*estimate)(const Pages&, const Rows&, float scale, const Scoring&, float* scores, int threads);
+    // Write the boxes of n spans around those of their pages: page_ids [n, span_pages], sealed.
+    void (*seal_spans)(const Pages&, int64_t n, const int64_t* page_ids, int threads);
+
+    // scores [R, H, P] float32, H = Hq under per_head, else Hkv; -inf behind a row's sealed pages. Where num_selected
+    // [R] is not null and spans have boxes, also -inf for pages outside the spans that score best.
+    void (*estimate)(const Pages&, const Rows&, float scale, const Scoring&, const int64_t* num_selected, float* scores,
+                     int threads);
 
     // selection [R, H, width] int64, -1 at the end; reads scores [R, H, P] of the first num_pages[r] pages.
     void (*select)(const float* scores, int64_t rows, int64_t heads, int64_t pages, const int64_t* num_pages,

@@ -16,24 +16,31 @@ enum class Group : int32_t { mean = 0, softmax_mean = 1, per_head = 2 };
 struct Segment {
     char* keys;           // [Hkv, N, S, D]; codes are uint8
     char* values;         // [Hkv, N, S, D]
-    char* boxes;          // [Hkv, N, 2, D] int8 or the keys' type; index 0 lo, 1 hi
-    float* scales;        // [Hkv, N], null for boxes in the keys' type
+    char* boxes;          // [Hkv, N + M, 2, D] int8 or the keys' type; index 0 lo, 1 hi; a page's, then a span's
+    float* scales;        // [Hkv, N + M], null for boxes in the keys' type
     float* value_scales;  // [Hkv, N, S, 2] step and offset of every token's codes; null for plain pages
     int64_t start;        // physical page of its first page
     int64_t pages;        // N
+    int64_t spans;        // M
 
     bool coded() const { return value_scales != nullptr; }
+    int64_t box_of_page(int64_t kv_head, int64_t page) const { return kv_head * (pages + spans) + page - start; }
+    // A span's box has the number of its last page, divided by the pages a span.
+    int64_t box_of_span(int64_t kv_head, int64_t last, int64_t span_pages) const {
+        return kv_head * (pages + spans) + pages + (last - start) / span_pages;
+    }
 };
 
 // All pages of one layer; physical page ids number the segments' pages one after another.
 struct Pages {
     const Segment* segments;
     int64_t num_segments;
-    int64_t kv_heads;   // Hkv
-    int64_t page_size;  // S
-    int64_t head_dim;   // D
-    DType dtype;        // of plain keys and values, and of queries
-    bool coded;         // whether some segment is
+    int64_t kv_heads;    // Hkv
+    int64_t page_size;   // S
+    int64_t head_dim;    // D
+    DType dtype;         // of plain keys and values, and of queries
+    bool coded;          // whether some segment is
+    int64_t span_pages;  // pages a span, 0 where spans have no boxes
 
     // Of a plain page of one KV head.
     int64_t page_bytes() const { return page_size * head_dim * size_of(dtype); }

@@ -93,7 +93,7 @@ class Attention:
         sealed = pages - 1
         self.selected = min(config.pages_at(context), sealed)
         self.coded = config.kv_dtype == "int8"
-        self.box_bytes = shape.box_bytes(config, sealed)
+        self.box_bytes = shape.box_bytes(config, config.boxes_at(context))
         self.sparse_bytes = self.box_bytes + self._token_bytes(self.selected)
         count = layers_out_of_cache(shape, config, context, self.sparse_bytes) if layers is None else layers
         self.layers = [make_layer(shape, config, context, self.device) for _ in range(count)]
@@ -139,6 +139,7 @@ class Attention:
             layer.pages,
             self.page_table,
             self.lengths,
+            torch.full_like(self.lengths, self.selected),
             scale=self.scale,
             optimism=self.config.optimism,
             group=self.config.group,

@@ -42,7 +42,9 @@ class Layer:
         plain, codes = self.pages.segments
         assert codes.scales is not None
         assert codes.value_scales is not None
-        parts = (decode_keys(codes.keys, codes.boxes, codes.scales), decode_values(codes.values, codes.value_scales))
+        every = codes.keys.shape[1]
+        keys = decode_keys(codes.keys, codes.boxes[:, :every], codes.scales[:, :every])
+        parts = (keys, decode_values(codes.values, codes.value_scales))
         size = self.pages.page_size
         decoded = []
         for part, own in zip(parts, (self.keys, self.values), strict=True):
@@ -60,8 +62,9 @@ def layers_out_of_cache(shape: Shape, config: QuestConfig, context: int, read_by
 
 def make_layer(shape: Shape, config: QuestConfig, context: int, device: torch.device) -> Layer:
     """One layer of random contents; sequence b holds the physical pages from b * P on."""
-    if context % config.page_size:
-        raise ValueError(f"[bench] context: expected a multiple of the page size {config.page_size}, got {context}")
+    unit = config.page_size * max(config.span_pages, 1)
+    if context % unit:
+        raise ValueError(f"[bench] context: expected a multiple of {unit} tokens, whole pages or spans, got {context}")
     pages = context // config.page_size
     geometry = PageGeometry(
         shape.kv_heads,
@@ -71,6 +74,7 @@ def make_layer(shape: Shape, config: QuestConfig, context: int, device: torch.de
         device,
         config.box_dtype,
         config.kv_dtype,
+        span_pages=config.span_pages,
     )
     segment = geometry.allocate(shape.batch * pages)
     for tensor in (segment.keys, segment.values):
@@ -81,6 +85,9 @@ def make_layer(shape: Shape, config: QuestConfig, context: int, device: torch.de
     kernels.seal(layer, every, backend=config.backend)
     if coded:
         kernels.seal(layer, every, every + len(every), backend=config.backend)
+    for first in (0, len(every)) if config.span_pages else ():
+        if first < layer.num_pages:
+            kernels.seal_spans(layer, (first + every).view(-1, config.span_pages), backend=config.backend)
     keys, values = (
         tensor.view(shape.kv_heads, shape.batch, context, shape.head_dim).transpose(0, 1)
         for tensor in (segment.keys, segment.values)

@@ -51,10 +51,10 @@ class Shape:
         """Bytes of the codes of `tokens` tokens in every sequence, with each value's step and offset."""
         return self.batch * self.kv_heads * tokens * (2 * self.head_dim + 8)
 
-    def box_bytes(self, config: QuestConfig, pages: int) -> int:
-        """Bytes of the boxes of `pages` pages in every sequence."""
+    def box_bytes(self, config: QuestConfig, boxes: int) -> int:
+        """Bytes of so many boxes, of pages or spans, in every sequence."""
         size = 2 * self.head_dim + 4 if config.box_dtype == "int8" else 2 * self.head_dim * self.torch_dtype.itemsize
-        return self.batch * self.kv_heads * pages * size
+        return self.batch * self.kv_heads * boxes * size
 
 
 PRESETS = {

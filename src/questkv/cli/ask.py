@@ -28,6 +28,7 @@ def ask(
     budget: options.Budget = None,
     page_size: options.PageSize = options.PAGE_SIZE,
     kv_dtype: options.KvDtype = options.KV_DTYPE,
+    span_pages: options.SpanPages = options.SPAN_PAGES,
     offload: options.Offload = options.OFFLOAD,
     dense: options.Dense = False,
     dtype: options.Dtype = "auto",
@@ -50,7 +51,7 @@ def ask(
     pages read of pages held (summed over the decode steps, layers and KV heads, dense layers included).
     """
     with one_line_failures():
-        config = options.quest_config(budget, page_size, dense, kv_dtype, offload)
+        config = options.quest_config(budget, page_size, dense, kv_dtype, span_pages, offload)
         output.check_writable(json_target)
         text = read_document(document)
         if not question.strip():

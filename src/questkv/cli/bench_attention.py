@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from questkv.cli.failures import one_line_failures
-from questkv.cli.options import DEFAULTS, Threads, parse_contexts
+from questkv.cli.options import DEFAULTS, SpanPages, Threads, parse_contexts
 from questkv.cli.output import STDOUT, check_writable, quiet_libraries, token_progress, write_json
 from questkv.config import GROUP_RULES, KV_DTYPES, QuestConfig
 from questkv.errors import ConfigError
@@ -34,6 +34,7 @@ def attention(
     page_size: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens a page.")] = DEFAULTS.page_size,
     optimism: Annotated[float, typer.Option(help="Weight of a box's width in the score.")] = DEFAULTS.optimism,
     group: Annotated[str, typer.Option(metavar="|".join(GROUP_RULES), help="How heads agree.")] = DEFAULTS.group,
+    span_pages: SpanPages = DEFAULTS.span_pages,
     kv_dtype: Annotated[
         str,
         typer.Option(
@@ -65,6 +66,7 @@ def attention(
         page_size=page_size,
         optimism=optimism,
         group=group,
+        span_pages=span_pages,
         kv_dtype=kv_dtype,
         backend=backend,
     )
@@ -87,11 +89,12 @@ def attention(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rows = []
+    unit = page_size * max(span_pages, 1)
     with torch.inference_mode():
         for tokens in contexts:
-            if tokens % page_size or tokens <= budget:
+            if tokens % unit or tokens <= budget:
                 raise ConfigError(
-                    f"[bench] --context: expected a multiple of {page_size} above the budget {budget}, got {tokens}"
+                    f"[bench] --context: expected a multiple of {unit} above the budget {budget}, got {tokens}"
                 )
             with token_progress(f"{tokens:,} tokens", 100) as progress:
                 measured = Attention(shape, config, tokens, with_flex=flex)
@@ -100,6 +103,8 @@ def attention(
     summary = list(summarise(rows))
     kind = dtype if kv_dtype == "model" else f"{dtype} and pages in eight bits"
     title = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}, {kind}, batch {batch}, budget {budget}"
+    if span_pages:
+        title += f", spans of {span_pages} pages"
     if json != STDOUT:
         console = Console()
         console.print(report.attention_table(rows, title))

@@ -46,6 +46,7 @@ def decode(
         ),
     ] = None,
     kv_dtype: options.KvDtype = options.KV_DTYPE,
+    span_pages: options.SpanPages = options.SPAN_PAGES,
     page_size: options.PageSize = options.PAGE_SIZE,
     dtype: options.Dtype = "auto",
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed tokens of each.", rich_help_panel=_WHAT)] = 16,
@@ -87,7 +88,7 @@ def decode(
     wanted = sorted(set(options.parse_contexts(contexts)))
     output.check_writable(json)
     output.check_writable(plot, "--plot")
-    config = QuestConfig(token_budget=budget, page_size=page_size, kv_dtype=kv_dtype)
+    config = QuestConfig(token_budget=budget, page_size=page_size, kv_dtype=kv_dtype, span_pages=span_pages)
     find_model(model)  # before the slow imports, so that a wrong name fails at once
     read = None if text is None else read_document(text)
     output.quiet_libraries()

@@ -32,6 +32,7 @@ def chat(
     budget: options.Budget = None,
     page_size: options.PageSize = options.PAGE_SIZE,
     kv_dtype: options.KvDtype = options.KV_DTYPE,
+    span_pages: options.SpanPages = options.SPAN_PAGES,
     offload: options.Offload = options.OFFLOAD,
     dense: options.Dense = False,
     dtype: options.Dtype = "auto",
@@ -55,7 +56,7 @@ def chat(
     end of the input (Ctrl-D).
     """
     with one_line_failures():
-        config = options.quest_config(budget, page_size, dense, kv_dtype, offload)
+        config = options.quest_config(budget, page_size, dense, kv_dtype, span_pages, offload)
         if document == STDIN:
             raise typer.BadParameter("the questions come from standard input, so the document must be a file")
         output.check_writable(json_target)

@@ -82,6 +82,7 @@ class RunOptions:
     ] = options.DEFAULTS.group
     page_size: options.PageSize = options.PAGE_SIZE
     kv_dtype: options.KvDtype = options.KV_DTYPE
+    span_pages: options.SpanPages = options.SPAN_PAGES
     offload: options.Offload = options.OFFLOAD
     output: Annotated[
         Path | None,
@@ -148,13 +149,11 @@ class RunOptions:
                 optimism=self.optimism,
                 group=self.group,
                 kv_dtype=self.kv_dtype,
+                span_pages=self.span_pages,
                 offload=self.offload,
             )
         except ConfigError as error:
-            text = str(error)
-            for field in ("page_size", "optimism", "group", "kv_dtype", "offload"):
-                text = text.replace(f"[QuestConfig] {field}", f"--{field.replace('_', '-')}")
-            raise ConfigError(text) from None
+            raise options.by_option(error) from None
 
     def check_targets(self) -> None:
         """Refuse files that can't be written.

@@ -42,7 +42,7 @@ def parse_values(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, .
 
 
 @shared_options(
-    leave_out=("methods", "seed", "optimism", "group", "page_size", "kv_dtype", "offload"),
+    leave_out=("methods", "seed", "optimism", "group", "page_size", "kv_dtype", "span_pages", "offload"),
     budgets="128,256,512,1024,2048",
     lengths="7000",
     samples=1,
@@ -76,12 +76,16 @@ def recall(
         str,
         typer.Option(metavar="TYPE,...", help="Types of sealed pages: model,int8.", rich_help_panel=_CACHE),
     ] = _DEFAULT.kv_dtype,
+    span_pages: Annotated[
+        str,
+        typer.Option(metavar="C,...", help="Pages a span: 0,4,8; 0 scores every page.", rich_help_panel=_CACHE),
+    ] = f"{_DEFAULT.span_pages}",
 ) -> None:
     """Measure how much of the true attention the selected pages hold (the paper's figures 3 and 4).
 
     A text is prefilled once and some of its tokens are decoded densely; every combination of budget, optimism, group
-    rule, page size and type of pages is measured on these steps, beside oracles that know the true attention. The first
-    of several values is the one that --suggest is for.
+    rule, page size, type of pages and span is measured on these steps, beside oracles that know the true attention. The
+    first of several values is the one that --suggest is for.
     """
     optimisms = parse_values("--optimism", optimism, float)
     groups = parse_values("--group", group, str)
@@ -104,6 +108,7 @@ def recall(
         optimisms=optimisms,
         groups=groups,
         kv_dtypes=kv_dtypes,
+        span_pages=parse_values("--span-pages", span_pages, int),
         base=base,
         windows=run.samples,
         start=start,

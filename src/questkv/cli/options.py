@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -77,6 +78,16 @@ KvDtype = Annotated[
         rich_help_panel=_CACHE,
     ),
 ]
+SpanPages = Annotated[
+    int,
+    typer.Option(
+        metavar="C",
+        min=0,
+        help="Score spans of C pages first, then only the pages of the best spans: faster behind 32K tokens and more, "
+        "with 8. 0 scores every page.",
+        rich_help_panel=_CACHE,
+    ),
+]
 Offload = Annotated[
     str,
     typer.Option(
@@ -136,11 +147,17 @@ Compile = Annotated[
 MODEL = DEFAULT_MODEL
 PAGE_SIZE = DEFAULTS.page_size
 KV_DTYPE = DEFAULTS.kv_dtype
+SPAN_PAGES = DEFAULTS.span_pages
 OFFLOAD = DEFAULTS.offload
 
 
 def quest_config(
-    budget: str | None, page_size: int, dense: bool, kv_dtype: str = KV_DTYPE, offload: str = OFFLOAD
+    budget: str | None,
+    page_size: int,
+    dense: bool,
+    kv_dtype: str = KV_DTYPE,
+    span_pages: int = SPAN_PAGES,
+    offload: str = OFFLOAD,
 ) -> QuestConfig:
     """The config that a command's options ask for.
 
@@ -154,12 +171,20 @@ def quest_config(
     if budget is not None:
         wanted = parse_budget(budget)
     try:
-        return QuestConfig(token_budget=wanted, page_size=page_size, kv_dtype=kv_dtype, offload=offload)
+        return QuestConfig(
+            token_budget=wanted, page_size=page_size, kv_dtype=kv_dtype, span_pages=span_pages, offload=offload
+        )
     except ConfigError as error:
-        # the user wrote an option, not a field
-        text = str(error).replace("[QuestConfig] token_budget", "--budget")
-        text = text.replace("[QuestConfig] kv_dtype", "--kv-dtype").replace("[QuestConfig] offload", "--offload")
-        raise ConfigError(text.replace("[QuestConfig] page_size", "--page-size")) from None
+        raise by_option(error, token_budget="--budget") from None
+
+
+def by_option(error: ConfigError, **options: str) -> ConfigError:
+    """The error with options in place of fields, since the user wrote these: the field's name, or the one given."""
+
+    def option(match: re.Match[str]) -> str:
+        return options.get(match[1], f"--{match[1].replace('_', '-')}")
+
+    return ConfigError(re.sub(r"\[QuestConfig\] (\w+)", option, str(error)))
 
 
 def check_offload(config: QuestConfig) -> None:

@@ -74,6 +74,7 @@ class Answer:
             "cache_bytes": self.cache_bytes,
             "token_budget": config.token_budget,
             "kv_dtype": config.kv_dtype,
+            "span_pages": config.span_pages,
             "offload": config.offload,
             "host_bytes": self.host_bytes,
             "device_bytes": self.device_bytes,

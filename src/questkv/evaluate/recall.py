@@ -43,8 +43,9 @@ class Recall(Task):
         optimisms: Every optimism to try.
         groups: Every group rule to try.
         kv_dtypes: Every type of sealed pages to try; the attention that all are measured against is the model type's.
+        span_pages: Every number of pages a span to try; 0 scores every page.
         base: What else a configuration holds: sink, recent, dense layers, boxes. With its own page size, optimism and
-            group rule the budget that keeps `share` is worked out.
+            group rule, all pages scored, the budget that keeps `share` is worked out.
         windows: Pieces of the text that are measured, one behind the other.
         start: First token of the text that is used.
         steps: Decode steps, teacher-forced on the text.
@@ -64,6 +65,7 @@ class Recall(Task):
     optimisms: tuple[float, ...] = (QuestConfig.optimism,)
     groups: tuple[str, ...] = (QuestConfig.group,)
     kv_dtypes: tuple[str, ...] = (QuestConfig.kv_dtype,)
+    span_pages: tuple[int, ...] = (QuestConfig.span_pages,)
     base: QuestConfig = field(default_factory=QuestConfig)
     windows: int = 1
     start: int = 0
@@ -71,7 +73,7 @@ class Recall(Task):
     share: float = 0.99
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "budgets", "page_sizes", "optimisms", "groups", "kv_dtypes"):
+        for name in ("lengths", "budgets", "page_sizes", "optimisms", "groups", "kv_dtypes", "span_pages"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"[recall] {name}: expected one or more values, each once, got {list(values)}")
@@ -81,6 +83,9 @@ class Recall(Task):
         if min(self.lengths) < 1:
             raise ConfigError(f"[recall] lengths: expected at least 1 token, got {min(self.lengths)}")
         check_share(self.share)
+        if any(self.span_pages) and "per_head" in self.groups:
+            # Heads that share boxes score different ones, so equal bytes can't be told from lists alone.
+            raise ConfigError(f"[recall] span_pages: expected 0 with the rule per_head, got {list(self.span_pages)}")
         for budget, rule in product(self.budgets, self.rules()):
             replace(rule.config, token_budget=budget)
 
@@ -88,14 +93,15 @@ class Recall(Task):
         """Every rule that is measured at every budget: the oracles first."""
         rules = [self._oracle_tokens()]
         rules += [Rule(ORACLE, replace(self.base, token_budget=1.0, page_size=size)) for size in self.page_sizes]
-        for size, group, optimism, kind in product(self.page_sizes, self.groups, self.optimisms, self.kv_dtypes):
-            config = replace(self.base, page_size=size, group=group, optimism=optimism, kv_dtype=kind)
+        tried = product(self.page_sizes, self.groups, self.optimisms, self.kv_dtypes, self.span_pages)
+        for size, group, optimism, kind, spans in tried:
+            config = replace(self.base, page_size=size, group=group, optimism=optimism, kv_dtype=kind, span_pages=spans)
             rules.append(Rule(QUEST, replace(config, token_budget=1.0)))
         return rules
 
     def base_rules(self) -> list[Rule]:
         """The rules whose needed budgets are worked out: the oracles' and the base configuration's."""
-        whole = replace(self.base, token_budget=1.0)
+        whole = replace(self.base, token_budget=1.0, span_pages=0)
         return [self._oracle_tokens(), Rule(ORACLE, whole), Rule(QUEST, whole)]
 
     def samples(self, loaded: LoadedModel) -> Iterator[Sample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,9 +78,12 @@ def _measure_layer(
     heads, dim = steps.queries.shape[1:]
     for size in sorted({rule.page_size for rule in recall.rules()}):
         rules = [rule for rule in recall.rules() if rule.page_size == size]
-        pages = steps.paged(size, recall.base.box_dtype, recall.base.backend)
+        pages = {
+            spans: steps.paged(size, recall.base.box_dtype, recall.base.backend, spans)
+            for spans in {rule.config.span_pages for rule in rules}
+        }
         coded = steps.coded(size, recall.base.backend) if any(rule.coded for rule in rules) else None
-        at_once = max(_AT_ONCE // (heads * pages.num_pages * (dim + 3)), 1)
+        at_once = max(_AT_ONCE // (heads * -(-steps.keys.shape[1] // size) * (dim + 3)), 1)
         parts: dict[Rule, list[Any]] = {}
         for first in range(0, len(steps.lengths), at_once):
             rows = steps.rows(slice(first, first + at_once))
@@ -89,7 +93,7 @@ def _measure_layer(
                 contents[True] = truth.contents(size, coded)
             for rule in rules:
                 budgets = [own.get((rule, budget), budget) for budget in recall.budgets]
-                ranking = Ranking(rule, rows, pages=pages, truth=truth)
+                ranking = Ranking(rule, rows, pages=pages[rule.config.span_pages], truth=truth)
                 parts.setdefault(rule, []).append(ranking.kept(contents[rule.coded], budgets))
         for rule, kept in parts.items():
             mass, top, error, tokens = (
@@ -118,7 +122,6 @@ def _bytes_read(rule: Rule, steps: LayerSteps, budget: int, tokens: torch.Tensor
         return read
     config = rule.config
     geometry = steps.geometry(rule.page_size, config.box_dtype, "int8" if rule.coded else "model")
-    box_bytes = geometry.box_bytes
     if rule.coded:
         # Boxes are the code book: attention reads them again, with the page.
         open_tokens = (steps.lengths - 1) % rule.page_size + 1
@@ -127,7 +130,8 @@ def _bytes_read(rule: Rule, steps: LayerSteps, budget: int, tokens: torch.Tensor
         read = in_open * per_token + pages * geometry.closed_page_bytes / len(steps.keys)
     # A row that its budget covers is read densely, without a look at the boxes.
     sparse = [length for length in steps.lengths.tolist() if length > budget]
-    boxes = sum((length - 1) // rule.page_size for length in sparse) * box_bytes
+    scored = replace(config, token_budget=budget)
+    boxes = sum(scored.boxes_at(length) for length in sparse) * geometry.box_bytes
     return float(read + boxes / len(steps.lengths))
 
 

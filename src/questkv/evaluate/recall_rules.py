@@ -52,7 +52,8 @@ class Rule:
         if self.method == ORACLE:
             return f"oracle, pages of {self.page_size}"
         coded = ", int8" if self.coded else ""
-        return f"quest a={self.config.optimism:g} {self.config.group}, pages of {self.page_size}{coded}"
+        spans = f", spans of {self.config.span_pages}" if self.config.span_pages else ""
+        return f"quest a={self.config.optimism:g} {self.config.group}, pages of {self.page_size}{coded}{spans}"
 
     def as_json(self) -> dict[str, Any]:
         """What tells it from other rules, as JSON values."""
@@ -63,6 +64,7 @@ class Rule:
             "optimism": self.config.optimism if quest else None,
             "group": self.config.group if quest else None,
             "kv_dtype": self.config.kv_dtype if quest else None,
+            "span_pages": self.config.span_pages if quest else None,
         }
 
 
@@ -87,19 +89,9 @@ class Ranking:
         # [R, P] tokens of a page that the row sees: S in sealed ones, 1 to S in the open one, 0 behind it.
         self.page_tokens = (steps.lengths[:, None] - places * size).clamp(0, size)
         self._open = places == self._sealed[:, None]
-        config = rule.config
+        self._pages = pages
         if rule.method == QUEST:
-            assert pages is not None
-            self.scores = kernels.estimate(
-                steps.queries,
-                pages,
-                places.expand(len(steps.lengths), -1),
-                steps.lengths,
-                scale=steps.softmax.scale,
-                optimism=config.optimism,
-                group=config.group,
-                backend=config.backend,
-            )
+            self.scores = self._estimate(None)
         else:
             assert truth is not None
             self.scores = truth.mass(size).unflatten(1, (-1, steps.group)).mean(dim=2)
@@ -108,11 +100,15 @@ class Ranking:
         """[R, Hq, P] bool: pages that each query head reads with a budget of so many tokens, the open page included."""
         config = replace(self.rule.config, token_budget=budget)
         lengths = self.steps.lengths.tolist()
-        counts = [(n - 1) // config.page_size if config.is_dense_at(n) else config.pages_at(n) for n in lengths]
+        counts = torch.tensor(
+            [(n - 1) // config.page_size if config.is_dense_at(n) else config.pages_at(n) for n in lengths],
+            device=self._sealed.device,
+        )
         selection = kernels.select(
-            self.scores,
+            # In two levels, which pages have a score depends on how many are wanted.
+            self._estimate(counts) if config.span_pages else self.scores,
             self._sealed,
-            torch.tensor(counts, device=self._sealed.device),
+            counts,
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,
             backend=config.backend,
@@ -124,6 +120,22 @@ class Ranking:
         pages.scatter_(2, selection % pages.shape[2], True)
         lists = pages[..., :-1] | self._open[:, None]
         return lists if self.rule.per_head else lists.repeat_interleave(self.steps.group, dim=1)
+
+    def _estimate(self, num_selected: torch.Tensor | None) -> torch.Tensor:
+        """[R, H, P] Quest's scores, of all pages or for selecting so many [R] in two levels."""
+        assert self._pages is not None
+        config, steps = self.rule.config, self.steps
+        return kernels.estimate(
+            steps.queries,
+            self._pages,
+            torch.arange(-(-steps.keys.shape[1] // config.page_size)).to(steps.lengths).expand(len(steps.lengths), -1),
+            steps.lengths,
+            num_selected,
+            scale=steps.softmax.scale,
+            optimism=config.optimism,
+            group=config.group,
+            backend=config.backend,
+        )
 
     def kept(self, contents: PageContents, budgets: list[int]) -> Kept:
         """What selections with these budgets keep, one after another."""

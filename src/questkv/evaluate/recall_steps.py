@@ -47,18 +47,24 @@ class LayerSteps:
         """Some of the steps, with the same tokens."""
         return replace(self, queries=self.queries[rows], lengths=self.lengths[rows])
 
-    def geometry(self, page_size: int, box_dtype: str, kv_dtype: str = "model") -> PageGeometry:
+    def geometry(self, page_size: int, box_dtype: str, kv_dtype: str = "model", span_pages: int = 0) -> PageGeometry:
         """The shape of this layer's pages of `page_size` tokens."""
         heads, _, dim = self.keys.shape
-        return PageGeometry(heads, dim, page_size, self.keys.dtype, self.keys.device, box_dtype, kv_dtype)
+        page = (page_size, self.keys.dtype, self.keys.device, box_dtype, kv_dtype)
+        return PageGeometry(heads, dim, *page, span_pages=span_pages)
 
-    def paged(self, page_size: int, box_dtype: str, backend: str) -> kernels.Pages:
-        """The tokens in pages of `page_size`, every full page sealed; logical page p is physical page p."""
+    def paged(self, page_size: int, box_dtype: str, backend: str, span_pages: int = 0) -> kernels.Pages:
+        """The tokens in pages of `page_size`, every full page and span sealed; logical page p is physical page p."""
         tokens = self.keys.shape[1]
-        pages = kernels.Pages((self.geometry(page_size, box_dtype).allocate(-(-tokens // page_size)),))
+        unit = max(span_pages, 1)
+        room = -(-tokens // (page_size * unit)) * unit
+        pages = kernels.Pages((self.geometry(page_size, box_dtype, span_pages=span_pages).allocate(room),))
         slots = torch.arange(tokens, device=self.keys.device)
         kernels.append(pages, slots, self.keys.transpose(0, 1), self.values.transpose(0, 1), backend=backend)
-        kernels.seal(pages, torch.arange(tokens // page_size, device=slots.device), backend=backend)
+        full = torch.arange(tokens // page_size, device=slots.device)
+        kernels.seal(pages, full, backend=backend)
+        if span_pages:
+            kernels.seal_spans(pages, full[: len(full) // unit * unit].view(-1, unit), backend=backend)
         return pages
 
     def coded(self, page_size: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:

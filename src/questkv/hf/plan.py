@@ -150,7 +150,8 @@ class Plan:
         if self._decode_step is None:
             step = self.step
             self._decode_step = kernels.DecodeStep(
-                *(pages, self.page_table, self.lengths, step.slots, step.sealed, step.into), backend=self.config.backend
+                *(pages, self.page_table, self.lengths, step.slots, step.sealed, step.into, step.spans),
+                backend=self.config.backend,
             )
         return self._decode_step
 

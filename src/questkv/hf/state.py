@@ -280,6 +280,7 @@ class PagedState:
             box_dtype=self.config.box_dtype,
             kv_dtype=self.config.kv_dtype,
             offload=self.config.offload,
+            span_pages=self.config.span_pages,
         )
         group = self.groups.get(geometry)
         if group is None or layer not in group.layers:

@@ -13,7 +13,7 @@ from questkv.kernels.dense import dense, prefill
 from questkv.kernels.dispatch import available_backends
 from questkv.kernels.estimate import estimate
 from questkv.kernels.linear import linear
-from questkv.kernels.seal import seal
+from questkv.kernels.seal import seal, seal_spans
 from questkv.kernels.select import select
 from questkv.kernels.transfer import transfer
 from questkv.kernels.types import NewTokens, Pages, PageSegment
@@ -32,6 +32,7 @@ __all__ = [
     "linear",
     "prefill",
     "seal",
+    "seal_spans",
     "select",
     "transfer",
 ]

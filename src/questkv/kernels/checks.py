@@ -200,6 +200,28 @@ def check_sealed(op: str, name: str, page_ids: torch.Tensor, into: torch.Tensor 
     check_kind(op, "into", into, pages, coded=True)
 
 
+def check_spans(op: str, name: str, page_ids: torch.Tensor, pages: Pages) -> None:
+    """Spans [n, C] of physical pages, each with its last page where a span may end."""
+    size = pages.span_pages
+    if not size:
+        raise ValueError(f"[{op}] pages: expected boxes for spans, [Hkv, N + N / C, 2, D], got none")
+    if page_ids.ndim != 2 or page_ids.shape[1] != size:
+        raise ValueError(f"[{op}] {name}: expected [n, C={size}], got {list(page_ids.shape)}")
+    check_index(op, name, page_ids, pages)
+    check_page_ids(op, name, page_ids, pages)
+    # Reading values back would stop the host on a GPU; there the caller vouches for them.
+    if page_ids.device.type == "cpu" and bool((page_ids[:, -1] % size != size - 1).any()):
+        raise ValueError(f"[{op}] {name}: expected last pages {size - 1} modulo {size}, got {page_ids[:, -1].tolist()}")
+
+
+def check_new_spans(op: str, spans: torch.Tensor | None, pages: Pages) -> None:
+    """Spans that new tokens complete are named exactly where spans have boxes."""
+    if spans is not None:
+        check_spans(op, "spans", spans, pages)
+    elif pages.span_pages:
+        raise ValueError(f"[{op}] spans: expected [k, C={pages.span_pages}], got None")
+
+
 def check_new(op: str, pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Slots [n] in the pages, keys and values [n, Hkv, D] that fit them."""
     check_slots(op, slots, pages)

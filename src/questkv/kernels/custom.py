@@ -65,6 +65,7 @@ def _fake_scores(
     value_scales: Tensors,
     page_table: torch.Tensor,
     lengths: torch.Tensor,
+    num_selected: torch.Tensor | None,
     scale: float,
     optimism: float,
     group: str,
@@ -109,6 +110,20 @@ def seal(
     kernels.seal(Pages.of(keys, values, boxes, scales, value_scales), page_ids, into, backend=backend)
 
 
+@_operator(f"seal_spans({_WRITTEN}, Tensor page_ids, str backend) -> ()", _nothing)
+def seal_spans(
+    keys: Tensors,
+    values: Tensors,
+    boxes: Tensors,
+    scales: Tensors,
+    value_scales: Tensors,
+    page_ids: torch.Tensor,
+    backend: str,
+) -> None:
+    """As `kernels.seal_spans`."""
+    kernels.seal_spans(Pages.of(keys, values, boxes, scales, value_scales), page_ids, backend=backend)
+
+
 @_operator(f"transfer({_READ}, Tensor page_ids, {_TARGET}, Tensor into, str backend) -> ()", _nothing)
 def transfer(
     keys: Tensors,
@@ -132,8 +147,8 @@ def transfer(
 
 
 @_operator(
-    f"estimate(Tensor q, {_READ}, Tensor page_table, Tensor lengths, float scale, float optimism, str group, "
-    "str backend) -> Tensor",
+    f"estimate(Tensor q, {_READ}, Tensor page_table, Tensor lengths, Tensor? num_selected, float scale, "
+    "float optimism, str group, str backend) -> Tensor",
     _fake_scores,
 )
 def estimate(
@@ -145,6 +160,7 @@ def estimate(
     value_scales: Tensors,
     page_table: torch.Tensor,
     lengths: torch.Tensor,
+    num_selected: torch.Tensor | None,
     scale: float,
     optimism: float,
     group: str,
@@ -152,7 +168,9 @@ def estimate(
 ) -> torch.Tensor:
     """As `kernels.estimate`."""
     pages = Pages.of(keys, values, boxes, scales, value_scales)
-    return kernels.estimate(q, pages, page_table, lengths, scale=scale, optimism=optimism, group=group, backend=backend)
+    return kernels.estimate(
+        q, pages, page_table, lengths, num_selected, scale=scale, optimism=optimism, group=group, backend=backend
+    )
 
 
 @_operator(
@@ -291,7 +309,7 @@ def decode(
 
 @_operator(
     f"decode_new(Tensor q, {_WRITTEN}, {_DECODE}, Tensor(f!)? pages_read, Tensor slots, Tensor new_keys, "
-    "Tensor new_values, Tensor sealed, Tensor? into, str backend) -> Tensor",
+    "Tensor new_values, Tensor sealed, Tensor? into, Tensor? spans, str backend) -> Tensor",
     _like_queries,
 )
 def decode_new(
@@ -317,6 +335,7 @@ def decode_new(
     new_values: torch.Tensor,
     sealed: torch.Tensor,
     into: torch.Tensor | None,
+    spans: torch.Tensor | None,
     backend: str,
 ) -> torch.Tensor:
     """As `kernels.decode` with new tokens, which it writes into the pages."""
@@ -334,7 +353,7 @@ def decode_new(
         softcap=softcap,
         sinks=sinks,
         pages_read=pages_read,
-        new=NewTokens(slots, new_keys, new_values, sealed, into),
+        new=NewTokens(slots, new_keys, new_values, sealed, into, spans),
         backend=backend,
     )
 

@@ -29,6 +29,7 @@ def decode(
     """One decode step of every row: estimate, select, attend (paper, Algorithm 1 and figure 5).
 
     A row whose `num_selected` covers its sealed pages takes the dense path and gives bit for bit what `dense` gives.
+    Where spans have boxes, the others score pages in two levels (`estimate` with `num_selected`).
 
     Args:
         q: [R, Hq, D] queries, the keys' dtype; their own keys and values are in the pages already, or in `new`.
@@ -63,7 +64,7 @@ def decode(
         if new is None:
             decoded = torch.ops.questkv.decode(*rows, *rule, backend)
         else:
-            written = (new.slots, new.keys, new.values, new.sealed, new.into)
+            written = (new.slots, new.keys, new.values, new.sealed, new.into, new.spans)
             decoded = torch.ops.questkv.decode_new(*rows, *rule, *written, backend)
         return decoded
     checks.check_on_device("decode", pages)
@@ -79,6 +80,7 @@ def decode(
     if new is not None:
         checks.check_new("decode", pages, new.slots, new.keys, new.values)
         checks.check_sealed("decode", "sealed", new.sealed, new.into, pages)
+        checks.check_new_spans("decode", new.spans, pages)
     out: torch.Tensor = dispatch.resolve(backend, pages.device).decode(
         q,
         pages,

@@ -21,6 +21,7 @@ class DecodeStep:
         slots: [n] int64 slots of the new tokens, as in `NewTokens`.
         sealed: [m] int64 pages that they seal, likewise.
         into: [m] int64 coded pages, or None, likewise.
+        spans: [k, C] int64 pages of the spans that they complete, or None, likewise.
         backend: ``auto`` or a backend's name.
 
     Raises:
@@ -36,6 +37,7 @@ class DecodeStep:
         slots: torch.Tensor,
         sealed: torch.Tensor,
         into: torch.Tensor | None,
+        spans: torch.Tensor | None = None,
         *,
         backend: str = "auto",
     ) -> None:
@@ -43,10 +45,11 @@ class DecodeStep:
         checks.check_table("decode", page_table, lengths, pages)
         checks.check_slots("decode", slots, pages)
         checks.check_sealed("decode", "sealed", sealed, into, pages)
+        checks.check_new_spans("decode", spans, pages)
         self._layout = pages.layout
         self.page_table = page_table
         self.lengths = lengths
-        self._new = slots, sealed, into
+        self._new = slots, sealed, into, spans
         self._backend = dispatch.resolve(backend, pages.device)
         self._budgets: list[torch.Tensor] = []
 
@@ -76,7 +79,7 @@ class DecodeStep:
         if pages.layout != self._layout:
             raise ValueError(f"[decode] pages: expected the layout that the step was made for, got {pages.layout}")
         lengths = self.lengths
-        slots, sealed, into = self._new
+        slots, sealed, into, spans = self._new
         # Sizes by `shape`: len() of a tensor costs ten times as much.
         rows = lengths.shape[0]
         checks.check_query("decode", q, pages)
@@ -107,6 +110,6 @@ class DecodeStep:
             softcap,
             sinks,
             pages_read,
-            NewTokens(slots, keys, values, sealed, into),
+            NewTokens(slots, keys, values, sealed, into, spans),
         )
         return out

@@ -99,8 +99,12 @@ def gather_pairs(pages: Pages, heads: torch.Tensor, page_ids: torch.Tensor) -> t
 
 def _pick(segment: PageSegment, heads: torch.Tensor, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [m, S, D] of one head of each page, by its place in the segment."""
-    places = heads * segment.keys.shape[1] + page_ids
-    return _decoded(segment, lambda tensor: tensor.flatten(0, 1).index_select(0, places))
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        # Boxes and scales may have more rows a head than there are pages: those of spans.
+        return tensor.flatten(0, 1).index_select(0, heads * tensor.shape[1] + page_ids)
+
+    return _decoded(segment, take)
 
 
 def _decoded(segment: PageSegment, take: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""seal: compute the boxes of full pages, and code their content."""
+"""seal, seal_spans: compute the boxes of full pages, and code their content; and those of spans of pages."""
 
 from __future__ import annotations
 
@@ -34,3 +34,24 @@ def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None,
         return
     checks.check_sealed("seal", "page_ids", page_ids, into, pages)
     dispatch.resolve(backend, pages.device).seal(pages, page_ids, into)
+
+
+def seal_spans(pages: Pages, page_ids: torch.Tensor, *, backend: str = "auto") -> None:
+    """Write the boxes of spans: each the smallest that holds the boxes of its pages, in int8 rounded outward.
+
+    Args:
+        pages: The layer's pages, with boxes for spans of C pages. Written in place: the spans' boxes (and scales).
+        page_ids: [n, C] int64 sealed physical pages, a span a row: C that follow one another in a sequence. The last
+            one is C i + C - 1 for some i, which says where the span's box lies.
+        backend: ``auto`` or a backend's name.
+
+    Raises:
+        ValueError: A shape, a device or a page id is wrong, or spans have no boxes.
+        TypeError: A dtype is wrong.
+        UnsupportedError: The backend has no spans.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.questkv.seal_spans(*pages.tensors(), page_ids, backend)
+        return
+    checks.check_spans("seal_spans", "page_ids", page_ids, pages)
+    dispatch.resolve(backend, pages.device).seal_spans(pages, page_ids)

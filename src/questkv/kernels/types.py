@@ -19,10 +19,12 @@ class PageSegment:
         keys: [Hkv, N, S, D] float32, bfloat16 or float16, contiguous; keys as attention sees them (after rotary). In a
             coded segment uint8: a key's place in its page's box (docs/method.md).
         values: Like `keys`; in a coded segment uint8 steps above the token's offset.
-        boxes: [Hkv, N, 2, D] int8 or the keys' dtype, contiguous; index 0 the lowest, 1 the highest value of every
-            key channel. Defined for sealed pages only. Always int8 in a coded segment.
-        scales: [Hkv, N] float32 for int8 boxes (bound = code * scale; +inf marks a page that holds a NaN or infinite
-            key), None for boxes in the keys' dtype.
+        boxes: [Hkv, N + M, 2, D] int8 or the keys' dtype, contiguous; index 0 the lowest, 1 the highest value of every
+            key channel. The first N are the pages', defined for sealed ones only. M is 0, or N / C for spans of C
+            pages: then box N + i is around the span whose last page is C i + C - 1 of the segment, defined once
+            `seal_spans` wrote it. Always int8 in a coded segment.
+        scales: [Hkv, N + M] float32 for int8 boxes (bound = code * scale; +inf marks a page that holds a NaN or
+            infinite key, and a span with such a page), None for boxes in the keys' dtype.
         value_scales: [Hkv, N, S, 2] float32 in a coded segment, None in a plain one: index 0 the step, 1 the offset of
             a token's value; both NaN where it holds a NaN or infinite value.
         host: Whether keys, values and value_scales lie in host memory (pinned, where boxes and scales lie on a GPU).
@@ -42,6 +44,13 @@ class PageSegment:
     def coded(self) -> bool:
         """Whether its pages hold eight bits a channel instead of the model's type."""
         return self.keys.dtype == torch.uint8
+
+    @property
+    def span_pages(self) -> int:
+        """C, pages a span; 0 where spans have no boxes."""
+        pages = self.keys.shape[1]
+        spans = self.boxes.shape[1] - pages
+        return pages // spans if spans else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +81,11 @@ class Pages:
                 raise TypeError(
                     f"[Pages] boxes: expected the same dtype for all segments, {self.segments[0].boxes.dtype}, "
                     f"got {segment.boxes.dtype}"
+                )
+            if segment.span_pages != self.span_pages:
+                raise ValueError(
+                    f"[Pages] boxes: expected spans of {self.span_pages} pages in all segments, got "
+                    f"{segment.span_pages}"
                 )
 
     @classmethod
@@ -126,7 +140,10 @@ class Pages:
         """What layers of one pool have in common: pages and kind of every segment, Hkv, S, D, dtype, device, boxes."""
         first = self.segments[0]
         kinds = tuple((segment.keys.shape[1], segment.coded, segment.host) for segment in self.segments)
-        return (kinds, self.num_kv_heads, self.page_size, self.head_dim, self.dtype, self.device, first.boxes.dtype)
+        return (
+            *(kinds, self.num_kv_heads, self.page_size, self.head_dim, self.dtype, self.device),
+            *(first.boxes.dtype, self.span_pages),
+        )
 
     @property
     def num_pages(self) -> int:
@@ -142,6 +159,11 @@ class Pages:
     def page_size(self) -> int:
         """S, tokens a page."""
         return self.segments[0].keys.shape[2]
+
+    @property
+    def span_pages(self) -> int:
+        """C, pages a span; 0 where spans have no boxes."""
+        return self.segments[0].span_pages
 
     @property
     def head_dim(self) -> int:
@@ -181,6 +203,7 @@ class NewTokens:
         values: Like `keys`.
         sealed: [m] int64 physical pages that are full and have a token behind them now.
         into: [m] int64 coded pages that they are coded into, as in `seal`; None leaves them as they are.
+        spans: [k, C] int64 pages of the spans that they complete, as in `seal_spans`; None where spans have no boxes.
     """
 
     slots: torch.Tensor
@@ -188,6 +211,7 @@ class NewTokens:
     values: torch.Tensor
     sealed: torch.Tensor
     into: torch.Tensor | None = None
+    spans: torch.Tensor | None = None
 
 
 def _check_segment(segment: PageSegment, first: torch.Tensor) -> None:
@@ -234,14 +258,15 @@ def _check_values(segment: PageSegment) -> None:
 def _check_boxes(segment: PageSegment) -> None:
     keys, boxes, scales = segment.keys, segment.boxes, segment.scales
     expected = [keys.shape[0], keys.shape[1], 2, keys.shape[3]]
+    spans = boxes.shape[1] - keys.shape[1] if boxes.ndim == 4 else 0
+    if spans > 0 and keys.shape[1] % spans == 0 and keys.shape[1] > spans:
+        expected[1] += spans
     if list(boxes.shape) != expected:
         raise ValueError(f"[Pages] boxes: expected {expected}, got {list(boxes.shape)}")
     box_dtype = torch.int8 if scales is not None or segment.coded else keys.dtype
     if boxes.dtype != box_dtype:
         raise TypeError(f"[Pages] boxes: expected {box_dtype}, got {boxes.dtype}")
     if scales is None and segment.coded:
-        raise ValueError(f"[Pages] scales: expected float32 {list(keys.shape[:2])} in a coded segment, got None")
-    if scales is not None and (scales.shape != keys.shape[:2] or scales.dtype != torch.float32):
-        raise ValueError(
-            f"[Pages] scales: expected float32 {list(keys.shape[:2])}, got {scales.dtype} {list(scales.shape)}"
-        )
+        raise ValueError(f"[Pages] scales: expected float32 {expected[:2]} in a coded segment, got None")
+    if scales is not None and (list(scales.shape) != expected[:2] or scales.dtype != torch.float32):
+        raise ValueError(f"[Pages] scales: expected float32 {expected[:2]}, got {scales.dtype} {list(scales.shape)}")

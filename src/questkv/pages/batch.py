@@ -29,6 +29,7 @@ class Step:
         into: [m] int64 closed pages that they move into, as codes with ``kv_dtype="int8"``; None if they stay.
         page_table: [B, P] int64 physical pages, -1 past a sequence's own.
         written_table: Like `page_table`, with the pages of `sealed` where that has those of `into`.
+        spans: [k, C] int64 physical pages of the spans that the new tokens complete; None without spans.
         page_size: S.
         written: Layers that hold the new tokens already.
     """
@@ -40,6 +41,7 @@ class Step:
     into: torch.Tensor | None
     page_table: torch.Tensor
     written_table: torch.Tensor
+    spans: torch.Tensor | None
     page_size: int
     written: set[int] = field(default_factory=set)
 
@@ -135,6 +137,8 @@ class SequenceBatch:
             kernels.append(self.pool.layer(layer), step.slots, keys, values, backend=backend)
             if len(step.sealed):
                 self.pool.seal(layer, step.sealed, step.into, backend=backend)
+            if step.spans is not None and len(step.spans):
+                kernels.seal_spans(self.pool.layer(layer), step.spans, backend=backend)
         step.written.add(layer)
 
     def written(self, layer: int) -> None:
@@ -227,6 +231,7 @@ class SequenceBatch:
         """Grow every sequence; returns the closed page for each plain one that the step seals and moves."""
         page_size = self.pool.geometry.page_size
         missing, copies = [], []
+        places: list[int] = []  # logical, of the pages that are taken
         given_up: Counter[int] = Counter()
         for sequence, count in zip(self.sequences, counts, strict=True):
             missing.append(-(-(sequence.length + count) // page_size) - len(sequence.table))
@@ -237,10 +242,13 @@ class SequenceBatch:
                 copy = self.pool.holders(page) - given_up[page] > 1
                 given_up[page] += copy
             copies.append(copy)
+            places += range(len(sequence.table) - copy, len(sequence.table) + missing[-1])
         to_close = self._to_close(counts)
-        pages = self.pool.allocate(sum(missing) + sum(copies))
+        pages = self.pool.allocate(len(places), ends=self._ends(places))
         try:
-            closed = self.pool.allocate(self._distinct(to_close), closed=True) if any(to_close) else []
+            closed_places = self._closed_places(to_close)
+            ends = self._ends(closed_places)
+            closed = self.pool.allocate(len(closed_places), closed=True, ends=ends) if closed_places else []
         except PoolFullError:
             self.pool.release(pages)
             raise
@@ -274,17 +282,23 @@ class SequenceBatch:
             to_close.append(range(first + (is_full and self.pool.is_closed(sequence.table[first])), end))
         return to_close
 
-    def _distinct(self, to_close: list[range]) -> int:
-        """How many pages those are: sequences may share a full page that none has sealed yet."""
-        full = [
-            sequence.table[logical.start]
-            for sequence, logical in zip(self.sequences, to_close, strict=True)
-            if logical
-            and sequence.length
-            and sequence.length % self.pool.geometry.page_size == 0
-            and logical.start < len(sequence.table)
-        ]
-        return sum(map(len, to_close)) - len(full) + len(set(full))
+    def _ends(self, places: list[int]) -> set[int]:
+        """Which of the logical places end a span."""
+        return {i for i, place in enumerate(places) if self.pool.geometry.ends_span(place)}
+
+    def _closed_places(self, to_close: list[range]) -> list[int]:
+        """Logical places of the closed pages that the step needs, in the order in which `_put_closed` takes them.
+
+        Sequences may share a full page that none has sealed yet: it is closed once.
+        """
+        places: list[int] = []
+        shared: set[int] = set()
+        for sequence, logical in zip(self.sequences, to_close, strict=True):
+            is_full = sequence.length > 0 and sequence.length % self.pool.geometry.page_size == 0
+            full = sequence.table[logical.start : logical.start + 1] if logical and is_full else []
+            places += logical[1:] if full and full[0] in shared else logical
+            shared.update(full)
+        return places
 
     def _put_closed(self, to_close: list[range], closed: list[int]) -> dict[int, int]:
         """Put closed pages in the place of the plain ones that the step seals; returns which for which."""
@@ -321,8 +335,19 @@ class SequenceBatch:
             torch.tensor(list(into.values()), dtype=torch.int64).to(device) if geometry.closes else None,
             table.to(device),
             written.to(device),
+            self._spans(counts, table).to(device) if geometry.span_pages else None,
             page_size,
         )
+
+    def _spans(self, counts: list[int], table: torch.Tensor) -> torch.Tensor:
+        """[k, C] pages of the spans that `counts` new tokens have completed."""
+        page_size, size = self.pool.geometry.page_size, self.pool.geometry.span_pages
+        spans = [torch.empty((0, size), dtype=torch.int64)]
+        for row, (sequence, count) in enumerate(zip(self.sequences, counts, strict=True)):
+            before = max(sequence.length - count - 1, 0) // page_size // size
+            after = sequence.sealed_pages // size
+            spans.append(table[row, before * size : after * size].view(-1, size))
+        return torch.cat(spans)
 
     def _padded(self, tables: list[list[int]]) -> torch.Tensor:
         """[B, P] int64, -1 past a sequence's own pages."""

@@ -27,6 +27,7 @@ class PageGeometry:
         box_dtype: ``int8`` or ``model``.
         kv_dtype: ``model``, or ``int8``: sealed pages are coded in eight bits, in pages of their own.
         offload: ``none``, or ``host``: sealed pages' keys and values lie in pinned host memory, in pages of their own.
+        span_pages: C, pages a span that has a box too, 0 for none.
 
     Raises:
         UnsupportedError: Offload ``host`` where there is no GPU to offload from.
@@ -40,6 +41,7 @@ class PageGeometry:
     box_dtype: str = "int8"
     kv_dtype: str = "model"
     offload: str = "none"
+    span_pages: int = 0
 
     def __post_init__(self) -> None:
         if self.offload == "host" and self.device.type != "cuda" and not _host_without_gpu:
@@ -52,6 +54,10 @@ class PageGeometry:
     def closes(self) -> bool:
         """Whether a page that is sealed moves into a page of another kind: a closed one."""
         return self.kv_dtype == "int8" or self.offload == "host"
+
+    def ends_span(self, page: int) -> bool:
+        """Whether a span ends with a logical page; or whether it may end with a physical page, by its number."""
+        return self.span_pages > 0 and page % self.span_pages == self.span_pages - 1
 
     def fits(self, keys: torch.Tensor) -> bool:
         """Whether keys [B, Hkv, n, D] are of these heads, this head dim, dtype and device."""
@@ -70,10 +76,12 @@ class PageGeometry:
 
     @property
     def box_bytes(self) -> int:
-        """Bytes of one page's boxes (and scales) in one layer."""
+        """Bytes of one page's boxes (and scales) in one layer, its share of its span's included (rounded up)."""
         if self.box_dtype == "int8":
-            return self.kv_heads * (2 * self.head_dim + 4)
-        return self.kv_heads * 2 * self.head_dim * self.dtype.itemsize
+            own = self.kv_heads * (2 * self.head_dim + 4)
+        else:
+            own = self.kv_heads * 2 * self.head_dim * self.dtype.itemsize
+        return own if not self.span_pages else own + -(-own // self.span_pages)
 
     @property
     def page_bytes(self) -> int:
@@ -96,7 +104,7 @@ class PageGeometry:
         """Storage for `num_pages` pages of one layer; the memory is reserved, not touched.
 
         Args:
-            num_pages: N.
+            num_pages: N, whole spans.
             closed: Whether sealed pages move here, as codes with ``kv_dtype="int8"``.
             host: Whether keys and values lie in host memory, pinned if the device is a GPU.
         """
@@ -110,12 +118,13 @@ class PageGeometry:
         kv = torch.device("cpu") if host else self.device
         pinned = kv != self.device
         tokens = (self.kv_heads, num_pages, self.page_size, self.head_dim)
-        boxes = (self.kv_heads, num_pages, 2, self.head_dim)
+        rows = num_pages + (num_pages // self.span_pages if self.span_pages else 0)
+        boxes = (self.kv_heads, rows, 2, self.head_dim)
         return PageSegment(
             keys=_empty(tokens, dtype, kv, pinned),
             values=_empty(tokens, dtype, kv, pinned),
             boxes=_empty(boxes, torch.int8 if int8 else self.dtype, self.device),
-            scales=_empty(tokens[:2], torch.float32, self.device) if int8 else None,
+            scales=_empty(boxes[:2], torch.float32, self.device) if int8 else None,
             value_scales=_empty((*tokens[:3], 2), torch.float32, kv, pinned) if coded else None,
             host=host,
         )

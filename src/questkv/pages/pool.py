@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -26,23 +26,27 @@ class PagePool:
     memory is only reserved until a token is written. Pages are counted references: `allocate` gives a page to one
     holder, `share` adds one, `release` takes one away; a page without holders is free again.
 
+    With spans, a span's box is numbered after its last page, so the last place of every span needs a page that may end
+    one: every C-th (`PageGeometry.ends_span`). The others take what is left of these only when there is no other.
+
     Pages are plain, where tokens are written, or closed, where a page is moved when it is sealed: coded with
     ``kv_dtype="int8"``, in host memory with ``offload="host"``. A segment has one kind, the first is plain.
 
     Args:
         geometry: The shape of a page.
         layers: Layers to start with, all on the device; `add_layer` adds more.
-        max_tokens: Most tokens the pool may ever hold in pages of one kind, rounded down to whole pages; None leaves it
-            to the memory.
+        max_tokens: Most tokens the pool may ever hold in pages of one kind, rounded down to whole pages (or spans);
+            None leaves it to the memory.
     """
 
     def __init__(self, geometry: PageGeometry, *, layers: int = 0, max_tokens: int | None = None) -> None:
-        if max_tokens is not None and max_tokens < geometry.page_size:
-            raise ValueError(
-                f"[PagePool] max_tokens: expected at least one page ({geometry.page_size}), got {max_tokens}"
-            )
+        self._unit = geometry.span_pages or 1  # segments are whole spans
+        least = self._unit * geometry.page_size
+        if max_tokens is not None and max_tokens < least:
+            what = "span" if geometry.span_pages else "page"
+            raise ValueError(f"[PagePool] max_tokens: expected at least one {what} ({least}), got {max_tokens}")
         self.geometry = geometry
-        self.max_pages = None if max_tokens is None else max_tokens // geometry.page_size
+        self.max_pages = None if max_tokens is None else max_tokens // least * self._unit
         self._segment_pages: list[int] = []
         self._segment_closed: list[bool] = []
         self._layers: list[list[PageSegment]] = [[] for _ in range(layers)]
@@ -50,8 +54,10 @@ class PagePool:
         self._views: list[Pages | None] = [None] * layers
         self._holders: list[int] = []
         self._closed: list[bool] = []
-        # Free pages of each kind, the closed ones under True.
-        self._free: dict[bool, list[int]] = {False: [], True: []}
+        # Free pages: whether closed, whether they may end a span.
+        self._free: dict[tuple[bool, bool], list[int]] = {
+            (closed, end): [] for closed in (False, True) for end in (False, True)
+        }
 
     @property
     def num_layers(self) -> int:
@@ -66,7 +72,7 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """Physical pages that nobody holds."""
-        return len(self._free[False]) + len(self._free[True])
+        return sum(map(len, self._free.values()))
 
     @property
     def num_held(self) -> int:
@@ -138,17 +144,29 @@ class PagePool:
         self._fetched.append(FetchedPages(self.geometry) if host else None)
         return len(self._layers) - 1
 
-    def allocate(self, count: int, *, closed: bool = False) -> list[int]:
+    def allocate(self, count: int, *, closed: bool = False, ends: Collection[int] = ()) -> list[int]:
         """Give `count` free pages of one kind to one holder, lowest first, growing the pool if need be.
+
+        Args:
+            count: How many.
+            closed: Of which kind.
+            ends: Places in the result whose pages end a span.
 
         Raises:
             PoolFullError: They don't fit; the pool is as it was, and the message says how many tokens fit.
         """
         assert not closed or self._segment_pages, "a closed page comes from a plain one, so that is allocated first"
-        free = self._free[closed]
-        if count > len(free):
-            self._grow(count - len(free), closed)
-        page_ids = [heapq.heappop(free) for _ in range(count)]
+        missing = max(count - self._num_free(closed), (len(ends) - len(self._free[closed, True])) * self._unit)
+        if missing > 0:
+            self._grow(-(-missing // self._unit) * self._unit, closed)
+        spare = len(self._free[closed, True]) - len(ends)
+        page_ids = []
+        for place in range(count):
+            end = place in ends
+            if not end and not self._free[closed, False]:
+                end = spare > 0
+                spare -= 1
+            page_ids.append(heapq.heappop(self._free[closed, end]))
         for page_id in page_ids:
             self._holders[page_id] = 1
         return page_ids
@@ -165,7 +183,7 @@ class PagePool:
             assert self._holders[page_id] > 0, f"page {page_id} is free"
             self._holders[page_id] -= 1
             if not self._holders[page_id]:
-                heapq.heappush(self._free[self._closed[page_id]], page_id)
+                self._put_free(page_id)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy keys and values of a page into a plain one in every layer, decoding a coded page.
@@ -211,8 +229,14 @@ class PagePool:
             pages for pages, kind in zip(self._segment_pages, self._segment_closed, strict=True) if kind == closed
         )
 
+    def _num_free(self, closed: bool) -> int:
+        return len(self._free[closed, False]) + len(self._free[closed, True])
+
+    def _put_free(self, page_id: int) -> None:
+        heapq.heappush(self._free[self._closed[page_id], self.geometry.ends_span(page_id)], page_id)
+
     def _held(self, closed: bool) -> int:
-        return self._pages_of(closed) - len(self._free[closed])
+        return self._pages_of(closed) - self._num_free(closed)
 
     @property
     def _host_layers(self) -> int:
@@ -226,9 +250,10 @@ class PagePool:
         room = missing if self.max_pages is None else self.max_pages - self._pages_of(closed)
         if room < missing:
             why = f"the pool is limited to {self._tokens(self.max_pages or 0)} tokens"
-            raise PoolFullError(self._full(why, len(self._free[closed]) + room, closed))
+            raise PoolFullError(self._full(why, self._num_free(closed) + room, closed))
         self._check_memory(missing, closed)
         wanted = max(missing, self._pages_of(closed), _FIRST_SEGMENT_PAGES)
+        wanted = -(-wanted // self._unit) * self._unit
         pages = wanted if self.max_pages is None else min(wanted, room)
         try:
             segments = [self._allocate_segment(pages, closed, fetched is not None) for fetched in self._fetched]
@@ -242,10 +267,11 @@ class PagePool:
             self._views[layer] = None
         self._segment_pages.append(pages)
         self._segment_closed.append(closed)
-        for page_id in range(len(self._holders), len(self._holders) + pages):
-            heapq.heappush(self._free[closed], page_id)
+        first = len(self._holders)
         self._holders.extend([0] * pages)
         self._closed.extend([closed] * pages)
+        for page_id in range(first, first + pages):
+            self._put_free(page_id)
 
     def _check_memory(self, pages: int, closed: bool) -> None:
         in_host = self._host_layers * self.geometry.closed_kv_bytes if closed else 0
@@ -255,7 +281,7 @@ class PagePool:
             if available is not None and pages * page_bytes > available:
                 where = " in host memory" if device != self.geometry.device else ""
                 why = f"{_mib(pages * page_bytes)} more are needed{where} and {_mib(available)} of memory are available"
-                raise PoolFullError(self._full(why, len(self._free[closed]) + available // page_bytes, closed))
+                raise PoolFullError(self._full(why, self._num_free(closed) + available // page_bytes, closed))
 
     def _allocate_segment(self, pages: int, closed: bool, host: bool) -> PageSegment:
         try:
@@ -264,7 +290,7 @@ class PagePool:
             if not is_out_of_memory(error):
                 raise
             why = f"{_mib(pages * self._page_bytes(closed))} for one layer's pages could not be allocated"
-            raise PoolFullError(self._full(why, len(self._free[closed]), closed)) from error
+            raise PoolFullError(self._full(why, self._num_free(closed), closed)) from error
 
     def _full(self, why: str, fit: int, closed: bool) -> str:
         kind = "sealed pages" if closed else "pages"

@@ -5,7 +5,7 @@ The environment variable ``QUESTKV_ISA`` forces one of `instruction_sets()`. Pre
 
 from questkv.kernels.blockwise import prefill
 from questkv.kernels.native.module import instruction_set, instruction_sets, is_built, load
-from questkv.kernels.native.operators import append, attend, decode, dense, estimate, linear, seal, select
+from questkv.kernels.native.operators import append, attend, decode, dense, estimate, linear, seal, seal_spans, select
 
 __all__ = [
     "append",
@@ -20,5 +20,6 @@ __all__ = [
     "load",
     "prefill",
     "seal",
+    "seal_spans",
     "select",
 ]

@@ -39,11 +39,17 @@ def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None)
     )
 
 
+def seal_spans(pages: Pages, page_ids: torch.Tensor) -> None:
+    """As `kernels.seal_spans`."""
+    load().seal_spans(instruction_set(), _layer(pages), lend(page_ids.contiguous()), torch.get_num_threads())
+
+
 def estimate(
     q: torch.Tensor,
     pages: Pages,
     page_table: torch.Tensor,
     lengths: torch.Tensor,
+    num_selected: torch.Tensor | None,
     scale: float,
     optimism: float,
     group: str,
@@ -57,6 +63,7 @@ def estimate(
         lend(q.contiguous()),
         lend(page_table.contiguous()),
         lend(lengths.contiguous()),
+        _lend_some(num_selected),
         scale,
         optimism,
         _GROUPS[group],
@@ -207,7 +214,8 @@ def _layer(pages: Pages) -> Any:
 
 def _new(new: NewTokens) -> tuple[Any, ...]:
     keys, values = lend(new.keys.contiguous()), lend(new.values.contiguous())
-    return lend(new.slots.contiguous()), keys, values, lend(new.sealed.contiguous()), _lend_some(new.into)
+    sealed, into, spans = lend(new.sealed.contiguous()), _lend_some(new.into), _lend_some(new.spans)
+    return lend(new.slots.contiguous()), keys, values, sealed, into, spans
 
 
 def _sinks(sinks: torch.Tensor | None) -> Any:

@@ -6,7 +6,7 @@ import torch
 
 from questkv.kernels.reference.append import append
 from questkv.kernels.reference.attention import attend, dense
-from questkv.kernels.reference.boxes import estimate, seal
+from questkv.kernels.reference.boxes import estimate, seal, seal_spans
 from questkv.kernels.reference.select import select
 from questkv.kernels.types import NewTokens, Pages
 
@@ -31,6 +31,8 @@ def decode(
     if new is not None:
         append(pages, new.slots, new.keys, new.values)
         seal(pages, new.sealed, new.into)
+        if new.spans is not None:
+            seal_spans(pages, new.spans)
     out = torch.empty_like(q)
     sealed = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
     for row in range(len(q)):
@@ -40,8 +42,9 @@ def decode(
             out[one] = dense(query, pages, table, length, scale, softcap, sinks)
             read = count * pages.num_kv_heads
         else:
-            scores = estimate(query, pages, table, length, scale, optimism, group)
-            selection = select(scores, count, num_selected[one], sink_pages, recent_pages)
+            wanted = num_selected[one]
+            scores = estimate(query, pages, table, length, wanted, scale, optimism, group)
+            selection = select(scores, count, wanted, sink_pages, recent_pages)
             out[one] = attend(query, pages, table, length, selection, scale, softcap, sinks)
             read = _distinct(selection, pages.num_kv_heads)
         if pages_read is not None:

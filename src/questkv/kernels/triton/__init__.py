@@ -10,8 +10,20 @@ from questkv.kernels.triton.attend import attend, dense
 from questkv.kernels.triton.decode import decode
 from questkv.kernels.triton.estimate import estimate
 from questkv.kernels.triton.launch import check_device
-from questkv.kernels.triton.seal import seal
+from questkv.kernels.triton.seal import seal, seal_spans
 from questkv.kernels.triton.select import select
 from questkv.kernels.triton.transfer import transfer
 
-__all__ = ["append", "attend", "check_device", "decode", "dense", "estimate", "prefill", "seal", "select", "transfer"]
+__all__ = [
+    "append",
+    "attend",
+    "check_device",
+    "decode",
+    "dense",
+    "estimate",
+    "prefill",
+    "seal",
+    "seal_spans",
+    "select",
+    "transfer",
+]

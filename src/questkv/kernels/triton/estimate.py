@@ -18,11 +18,12 @@ def estimate(
     pages: Pages,
     page_table: torch.Tensor,
     lengths: torch.Tensor,
+    num_selected: torch.Tensor | None,
     scale: float,
     optimism: float,
     group: str,
 ) -> torch.Tensor:
-    """As `kernels.estimate`."""
+    """As `kernels.estimate`; without spans, which `storage_of` refuses, `num_selected` changes nothing."""
     return scores_of(q.contiguous(), pages, page_table.contiguous(), lengths.contiguous(), scale, optimism, group, None)
 
 

@@ -27,6 +27,11 @@ _SMALLEST_SCALE = constant(2.0**-126)
 _LEVELS = constant(255.0)  # steps between the lowest and the highest code
 
 
+def seal_spans(pages: Pages, page_ids: torch.Tensor) -> None:
+    """As `kernels.seal_spans`: refused, as everything is where spans have boxes."""
+    storage_of(pages)
+
+
 def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None) -> None:
     """As `kernels.seal`, in one launch. A negative page id seals nothing."""
     if not len(page_ids):

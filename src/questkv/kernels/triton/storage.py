@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from questkv.errors import UnsupportedError
 from questkv.kernels.triton.language import constant, jit, tl
 from questkv.kernels.types import Pages, PageSegment
 
@@ -60,6 +61,11 @@ def storage_of(pages: Pages) -> Storage:
 
 
 def _storage(pages: Pages) -> Storage:
+    if pages.span_pages:
+        raise UnsupportedError(
+            f"[triton] boxes: expected boxes of pages alone with backend 'triton', got boxes of spans of "
+            f"{pages.span_pages} pages too; span_pages=0 leaves them out"
+        )
     first = pages.segments[0]
     coded = next((segment for segment in pages.segments if segment.coded), None)
     bases = (
