@@ -22,7 +22,7 @@ def gather_run(parts: Sequence[torch.Tensor], page_ids: torch.Tensor) -> torch.T
         [Hkv, n, ...], a view if the pages are one run of a single segment.
     """
     sizes = [part.shape[1] for part in parts]
-    pieces = [parts[part][:, here] for part, here in _runs(sizes, page_ids)]
+    pieces = [parts[part][:, here] for part, here in runs_of(sizes, page_ids)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
@@ -40,7 +40,7 @@ def gather_tokens(pages: Pages, page_ids: torch.Tensor) -> tuple[torch.Tensor, t
     sizes = [segment.keys.shape[1] for segment in pages.segments]
     pieces = [
         _decoded(pages.segments[part], lambda tensor, here=here: _on(pages.device, tensor[:, here]))  # type: ignore[misc]
-        for part, here in _runs(sizes, page_ids)
+        for part, here in runs_of(sizes, page_ids)
     ]
     return _join([keys for keys, _ in pieces]), _join([values for _, values in pieces])
 
@@ -127,7 +127,7 @@ def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(pieces, dim=1)
 
 
-def _runs(sizes: Sequence[int], page_ids: torch.Tensor) -> list[tuple[int, slice]]:
+def runs_of(sizes: Sequence[int], page_ids: torch.Tensor) -> list[tuple[int, slice]]:
     """(segment, its pages) of the longest runs of consecutive pages that lie in one segment, in the given order.
 
     Args:

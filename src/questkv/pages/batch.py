@@ -176,6 +176,7 @@ class SequenceBatch:
             self.undo()
         for sequence in self.sequences:
             sequence.settle()
+        self.pool.trim()
         self.step = None
 
     def undo(self) -> None:

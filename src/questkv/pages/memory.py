@@ -1,9 +1,11 @@
-"""How much memory is left, so that a cache that can't fit is refused before the system kills the process."""
+"""How much memory is left, so that a cache that can't fit is refused before the system kills the process; and advice
+to the system on what is ours."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +51,7 @@ def _control_group() -> int | None:
 # small pages. Below this size a tensor would hold little but rounding.
 _WORTH_HUGE_PAGES = 4 * 2**20
 _HUGE_PAGE = 2 * 2**20
+_MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 
 
@@ -62,6 +65,19 @@ def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
         # A system without them refuses, and nothing is lost.
         advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
     return tensor
+
+
+def give_back(run: torch.Tensor) -> None:
+    """Give the memory behind a contiguous CPU tensor to the system until it is written again; its content is lost.
+
+    Memory that lies only partly in the tensor stays, and all of it on a system that isn't Linux.
+    """
+    advise = _madvise() if run.device.type == "cpu" and run.is_contiguous() else None
+    if advise is not None:
+        start = -(-run.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (run.data_ptr() + run.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end:
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
 @functools.cache

@@ -10,13 +10,15 @@ import torch
 from questkv import kernels
 from questkv.errors import PoolFullError
 from questkv.kernels import Pages, PageSegment
-from questkv.kernels.gather import gather_tokens
+from questkv.kernels.gather import gather_tokens, runs_of
 from questkv.pages.fetched import FetchedPages
 from questkv.pages.geometry import PageGeometry
-from questkv.pages.memory import available_bytes, is_out_of_memory
+from questkv.pages.memory import available_bytes, give_back, is_out_of_memory
 
 # A first segment this large keeps short prompts in one run of pages; later ones double what is there.
 _FIRST_SEGMENT_PAGES = 64
+# Free plain pages whose memory is kept where pages are closed: those that the next blocks of tokens pass through.
+_KEPT_PAGES = 64
 
 
 class PagePool:
@@ -54,6 +56,7 @@ class PagePool:
         self._views: list[Pages | None] = [None] * layers
         self._holders: list[int] = []
         self._closed: list[bool] = []
+        self._emptied: set[int] = set()  # free plain pages whose memory is still ours
         # Free pages: whether closed, whether they may end a span.
         self._free: dict[tuple[bool, bool], list[int]] = {
             (closed, end): [] for closed in (False, True) for end in (False, True)
@@ -169,6 +172,7 @@ class PagePool:
             page_ids.append(heapq.heappop(self._free[closed, end]))
         for page_id in page_ids:
             self._holders[page_id] = 1
+        self._emptied.difference_update(page_ids)
         return page_ids
 
     def share(self, page_ids: Iterable[int]) -> None:
@@ -184,6 +188,23 @@ class PagePool:
             self._holders[page_id] -= 1
             if not self._holders[page_id]:
                 self._put_free(page_id)
+                if self.geometry.closes and not self._closed[page_id]:
+                    self._emptied.add(page_id)
+
+    def trim(self) -> None:
+        """Give the memory of plain pages that tokens only passed through back to the system, but for a few.
+
+        Where sealed pages move, a prompt that is read in one forward needs a plain page for every page of it, once.
+        """
+        if len(self._emptied) < 2 * _KEPT_PAGES or self.geometry.device.type != "cpu":
+            return
+        pages = torch.tensor(sorted(self._emptied)[_KEPT_PAGES:])
+        self._emptied.difference_update(pages.tolist())
+        for layer in self._layers:
+            for part, here in runs_of(self._segment_pages, pages):
+                for tensor in (layer[part].keys, layer[part].values):
+                    for head in tensor[:, here]:
+                        give_back(head)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy keys and values of a page into a plain one in every layer, decoding a coded page.
