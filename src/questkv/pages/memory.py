@@ -1,5 +1,6 @@
 """How much memory is left, so that a cache that can't fit is refused before the system kills the process; and advice
-to the system on what is ours."""
+to the system on what is ours.
+"""
 
 from __future__ import annotations
 
