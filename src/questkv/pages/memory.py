@@ -1,6 +1,4 @@
-"""How much memory is left, so that a cache that can't fit is refused before the system kills the process; and advice
-to the system on what is ours.
-"""
+"""Memory: how much is left, so that a cache that can't fit is refused in time, and advice to the system on ours."""
 
 from __future__ import annotations
 
