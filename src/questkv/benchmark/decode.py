@@ -63,6 +63,7 @@ def measure(
     others: Sequence[Decoder] = (),
     on_progress: Callable[[int], None] = lambda percent: None,
     *,
+    elsewhere: Sequence[Decoder] = (),
     compiled: bool = False,
 ) -> list[Row]:
     """Check, then time everything at one context.
@@ -76,6 +77,7 @@ def measure(
         tokens: The tokens to decode, `UNTIMED_STEPS` and at least one more: every step has another one.
         others: Decoders that stand at `context` already.
         on_progress: Called with how much is done, in percent.
+        elsewhere: Decoders that stand at `context`, behind other contents, and were checked by the caller.
         compiled: Whether our steps run as graphs of torch.compile.
 
     Raises:
@@ -83,6 +85,9 @@ def measure(
     """
     with torch.inference_mode():
         decoders = [*_checked(plain, models, contents, config, context, tokens[0], others, compiled), *others]
+        for decoder in elsewhere:
+            decoder.step(tokens[0])
+        decoders += elsewhere
         times: dict[str, list[float]] = {decoder.name: [] for decoder in decoders}
         for turn, token in enumerate(tokens[1:]):
             for decoder in decoders:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from questkv.benchmark import llama_cpp
-from questkv.benchmark.decode import MODEL_WEIGHTS, UNTIMED_STEPS, Row, measure, summarise
-from questkv.benchmark.decode_contents import default_text, make_contents, text_tokens
+from questkv.benchmark import llama_cpp, vllm_engine
+from questkv.benchmark.decode import (
+    MODEL_WEIGHTS,
+    SDPA,
+    UNTIMED_STEPS,
+    Row,
+    check_direction,
+    measure,
+    summarise,
+)
+from questkv.benchmark.decode_contents import Contents, default_text, make_contents, text_tokens
+from questkv.benchmark.decoders import Decoder, ModelDecoder, dynamic_cache
 from questkv.benchmark.model_run import ModelPlan, Progress, Results, check_contexts, with_memory
 from questkv.hf.linear_layers import make_linear_fast
+from questkv.models import context_length
 
 
 @dataclass(frozen=True)
@@ -62,15 +73,20 @@ def run(plan: Plan, progress: Progress) -> Results[Row]:
     with contextlib.ExitStack() as held:
         room = longest + UNTIMED_STEPS + plan.steps
         others, notes = plan.open_llama_cpp(loaded.model.dtype, tokens=room, block=plan.block, held=held)
+        vllm, said = _open_vllm(plan, loaded.model, contents, ids, held)
+        notes += said
         filler = held.enter_context(contextlib.closing(llama_cpp.Filler(others))) if others else None
         for context in plan.contexts:
             if filler is not None:
                 with progress(f"Filling {llama_cpp.NAME}", context) as on_progress:
                     filler.fill(ids[:context], on_progress)
+            elsewhere = _fill_vllm(plan, vllm, loaded.model.config, ids[:context], progress)
+            here: list[Decoder] = [*others, *(engine for engine in vllm if engine not in elsewhere)]
             tokens = ids[context : context + UNTIMED_STEPS + plan.steps]
             with progress(f"Decoding at {context:,}", 100) as on_progress:
                 rows += measure(
-                    *(loaded.model, models, contents, plan.config, context, tokens, others, on_progress),
+                    *(loaded.model, models, contents, plan.config, context, tokens, here, on_progress),
+                    elsewhere=elsewhere,
                     compiled=plan.compiled,
                 )
     if longest > plan.block:
@@ -86,6 +102,45 @@ def run(plan: Plan, progress: Progress) -> Results[Row]:
         notes += failed
     described = {**plan.describe(kinds), "steps": plan.steps, "block": plan.block, "compiled": plan.compiled}
     return Results(tuple(rows), summarise(rows), tuple(notes), described)
+
+
+def _open_vllm(
+    plan: Plan, model: Any, contents: Contents, ids: list[int], held: contextlib.ExitStack
+) -> tuple[list[vllm_engine.Vllm], list[str]]:
+    """VLLM, which says the same as the model behind a block; and what a reader must know of it."""
+    engines, notes = plan.open_vllm(model, tokens=len(ids) + 1, held=held)
+    if not engines:
+        return [], notes
+    context = _vllm_context(plan, model.config, min(plan.block, plan.contexts[-1]))
+    with torch.inference_mode():
+        decoder = ModelDecoder(SDPA, model, "sdpa", dynamic_cache(model, contents.at(context)))
+        expected = decoder.step(ids[context]).float()
+    for engine in engines:
+        check_direction(engine.name, engine.read(ids[: context + 1]), expected)
+    if plan.contexts[-1] > plan.block:
+        notes.append(
+            f"{vllm_engine.NAME} reads whole contexts, since its cache can't be filled from outside; behind those "
+            f"above {plan.block:,} tokens its logits weren't compared, but behind {context:,}"
+        )
+    return engines, notes
+
+
+def _fill_vllm(
+    plan: Plan, engines: list[vllm_engine.Vllm], model_config: Any, ids: list[int], progress: Progress
+) -> list[vllm_engine.Vllm]:
+    """Have vLLM stand behind `ids`; returns the engines that then stand behind other contents than everybody else."""
+    context = _vllm_context(plan, model_config, len(ids))
+    for engine in engines:
+        with progress(f"Filling {engine.name}", len(ids)) as on_progress:
+            engine.fill(ids[:context])
+            on_progress(len(ids))
+    return engines if len(ids) > plan.block or context < len(ids) else []
+
+
+def _vllm_context(plan: Plan, model_config: Any, context: int) -> int:
+    """Tokens behind which vLLM's steps fit the model's context: it has no positions past that."""
+    limit = context_length(model_config)
+    return context if limit is None else min(context, limit - UNTIMED_STEPS - plan.steps)
 
 
 def _has_torchao() -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from questkv.benchmark import decode, llama_cpp, peak_memory, prefill
+from questkv.benchmark import decode, llama_cpp, peak_memory, prefill, vllm_engine
 from questkv.benchmark.attention import DENSE
 from questkv.benchmark.decode import MODEL_WEIGHTS, SDPA
 from questkv.benchmark.peak_memory import Subject
@@ -109,6 +109,15 @@ class ModelPlan:
             engines.append(held.enter_context(contextlib.closing(engine)))
         return engines, []
 
+    def open_vllm(
+        self, model: Any, *, tokens: int, held: contextlib.ExitStack
+    ) -> tuple[list[vllm_engine.Vllm], list[str]]:
+        """VLLM with the same weights, closed with `held`; or a note why not."""
+        if not vllm_engine.is_installed():
+            return [], [f"vLLM for the CPU isn't installed and wasn't timed: {vllm_engine.INSTALL}"]
+        engine = vllm_engine.Vllm(model, tokens=tokens, threads=torch.get_num_threads())
+        return [held.enter_context(contextlib.closing(engine))], []
+
     def describe(self, kinds: tuple[str, ...]) -> dict[str, Any]:
         """What the rows depend on; `kinds` are the types of weights."""
         return {
@@ -166,13 +175,13 @@ def with_memory(rows: list[R], subject: Callable[[str], Subject], progress: Prog
     """Rows with their peak memory, each implementation's from a process of its own; or as they are and a note why.
 
     Args:
-        rows: With every name at every context.
+        rows: With every name at every context; vLLM's stay as they are, since it takes as much memory as it is told to.
         subject: What is measured for a name.
         progress: Draws how far it is.
     """
     if not peak_memory.is_possible():
         return rows, []
-    names = list(dict.fromkeys(row.name for row in rows))
+    names = [name for name in dict.fromkeys(row.name for row in rows) if name != vllm_engine.NAME]
     found: dict[str, dict[int, float]] = {}
     try:
         with progress("Measuring memory", len(names)) as on_progress:
@@ -181,4 +190,6 @@ def with_memory(rows: list[R], subject: Callable[[str], Subject], progress: Prog
                 on_progress(done + 1)
     except peak_memory.MeasurementError as error:
         return rows, [f"peak memory wasn't measured: {error}"]
-    return [replace(row, peak_mib=round(found[row.name][row.context], 1)) for row in rows], []
+    return [
+        replace(row, peak_mib=round(found[row.name][row.context], 1)) if row.name in found else row for row in rows
+    ], []

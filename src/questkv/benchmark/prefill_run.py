@@ -53,14 +53,16 @@ def run(plan: Plan, progress: Progress) -> Results[Row]:
         make_linear_fast(model)
     rows = []
     with contextlib.ExitStack() as held, torch.inference_mode():
-        others, notes = plan.open_llama_cpp(loaded.model.dtype, tokens=longest, block=longest, held=held)
+        llama_cpp, notes = plan.open_llama_cpp(loaded.model.dtype, tokens=longest, block=longest, held=held)
+        vllm, not_timed = plan.open_vllm(loaded.model, tokens=longest + 1, held=held)
+        notes += not_timed
         for context in plan.contexts:
             with progress(f"Reading {context:,} tokens", 100) as on_progress:
                 rows += measure(
                     *(loaded.model, models, plan.config, ids[:context]),
                     chunk=plan.chunk,
                     rounds=plan.rounds,
-                    others=others,
+                    others=[*llama_cpp, *vllm],
                     on_progress=on_progress,
                 )
     del models, loaded

@@ -54,11 +54,12 @@ def decode(
     json: bench_model.Json = None,
     plot: bench_model.Plot = None,
 ) -> None:
-    """Time whole tokens behind long contexts: ours sparse and dense, transformers', and llama.cpp's where installed.
+    """Time whole tokens behind long contexts: ours sparse and dense, transformers', llama.cpp's and vLLM's.
 
-    All take a step in turn, each time with another token, after a check that they agree. A context longer than --block
-    is made of blocks that were prefilled each on its own, at its own positions: the keys and values are the model's,
-    but no token has seen the blocks before its own. So this measures time and not quality.
+    The last two where they are installed. All take a step in turn, each time with another token, after a check that
+    they agree. A context longer than --block is made of blocks that were prefilled each on its own, at its own
+    positions: the keys and values are the model's, but no token has seen the blocks before its own. So this measures
+    time and not quality.
     """
     wanted = sorted(set(options.parse_contexts(contexts)))
     output.check_writable(json)

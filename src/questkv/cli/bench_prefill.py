@@ -51,10 +51,11 @@ def prefill(
     json: bench_model.Json = None,
     plot: bench_model.Plot = None,
 ) -> None:
-    """Time the reading of a prompt: ours as `ask` does it, transformers' default, and llama.cpp's where installed.
+    """Time the reading of a prompt: ours as `ask` does it, transformers' default, llama.cpp's and vLLM's.
 
-    All read the same text in turn, after a check that they agree on the next token. Ours reads in chunks, into pages;
-    transformers in one forward with its own cache (sdpa). Reading a prompt is dense, whatever the budget.
+    The last two where they are installed. All read the same text in turn, after a check that they agree on the next
+    token. Ours reads in chunks, into pages; transformers in one forward with its own cache (sdpa). Reading a prompt is
+    dense, whatever the budget.
     """
     wanted = sorted(set(options.parse_contexts(contexts)))
     output.check_writable(json)
