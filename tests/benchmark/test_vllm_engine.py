@@ -77,6 +77,19 @@ def test_a_prompt_is_read_anew_and_all_logits_are_given_once(engine: Vllm, model
     check_direction("vllm", engine.read(longest), model(torch.tensor([longest])).logits[0, -1])
 
 
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_an_error_and_can_be_closed(
+    model: Any, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", path)
+    engine = Vllm(model, tokens=ROOM, threads=1)
+    engine._process.kill()
+    engine._process.wait()
+    with pytest.raises(ModelError, match=r"\[bench\] vllm: expected an answer, its process ended"):
+        engine.fill([1] * 50_000)  # more than a pipe holds
+    engine.close()
+
+
 def test_a_process_that_ends_says_why_and_leaves_nothing(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

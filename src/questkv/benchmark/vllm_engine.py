@@ -6,6 +6,7 @@ vLLM binds threads, replaces parts of torch and writes to standard output, so it
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -115,7 +116,8 @@ class Vllm:
         """End the process and remove the saved model."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # it ended before it had read all
+                    pipe.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -132,11 +134,9 @@ class Vllm:
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it ended, and `_answer` says why
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it ended; `_answer` says why
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class _Server:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        # Eager: its compiled graphs take a minute more to make and were no faster here.
+        # Eager: making its compiled graphs takes more than a minute for every run.
         llm = LLM(
             **options,
             skip_tokenizer_init=True,
