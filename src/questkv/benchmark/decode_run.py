@@ -34,7 +34,7 @@ class Plan(ModelPlan):
         weights: Types of light weights, beside the model's own; None for four bits where torchao is installed.
         steps: Timed tokens of each decoder.
         block: Tokens of the longest prefill.
-        compiled: Whether our steps run as graphs of torch.compile.
+        compiled: Whether our steps, and vLLM's, run as graphs of torch.compile.
     """
 
     weights: tuple[str, ...] | None
@@ -108,7 +108,7 @@ def _open_vllm(
     plan: Plan, model: Any, contents: Contents, ids: list[int], held: contextlib.ExitStack
 ) -> tuple[list[vllm_engine.Vllm], list[str]]:
     """VLLM, which says the same as the model behind a block; and what a reader must know of it."""
-    engines, notes = plan.open_vllm(model, tokens=len(ids) + 1, held=held)
+    engines, notes = plan.open_vllm(model, tokens=len(ids) + 1, held=held, compiled=plan.compiled)
     if not engines:
         return [], notes
     context = _vllm_context(plan, model.config, min(plan.block, plan.contexts[-1]))

@@ -110,12 +110,12 @@ class ModelPlan:
         return engines, []
 
     def open_vllm(
-        self, model: Any, *, tokens: int, held: contextlib.ExitStack
+        self, model: Any, *, tokens: int, held: contextlib.ExitStack, compiled: bool = False
     ) -> tuple[list[vllm_engine.Vllm], list[str]]:
-        """VLLM with the same weights, closed with `held`; or a note why not."""
+        """VLLM with the same weights, eager or compiled, closed with `held`; or a note why not."""
         if not vllm_engine.is_installed():
             return [], [f"vLLM for the CPU isn't installed and wasn't timed: {vllm_engine.INSTALL}"]
-        engine = vllm_engine.Vllm(model, tokens=tokens, threads=torch.get_num_threads())
+        engine = vllm_engine.Vllm(model, tokens=tokens, threads=torch.get_num_threads(), compiled=compiled)
         return [held.enter_context(contextlib.closing(engine))], []
 
     def describe(self, kinds: tuple[str, ...]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Vllm:
         model: A causal language model on the CPU.
         tokens: Tokens that fit: the longest context and the steps.
         threads: CPU threads.
+        compiled: Whether it makes compiled graphs, its own default, which takes a minute; else it runs eagerly.
 
     Raises:
         ModelError: vLLM can't run the model.
@@ -50,7 +51,7 @@ class Vllm:
 
     name = NAME
 
-    def __init__(self, model: Any, *, tokens: int, threads: int) -> None:
+    def __init__(self, model: Any, *, tokens: int, threads: int, compiled: bool = False) -> None:
         config = model.config.get_text_config()
         self._vocabulary: int = config.vocab_size
         self._ids: list[int] = []
@@ -66,6 +67,7 @@ class Vllm:
             "model": self._folder.name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": tokens,
+            "enforce_eager": not compiled,
             "kv_cache_memory_bytes": blocks * _BLOCK_TOKENS * a_token,
         }
         with self._log.open("w", encoding="utf-8") as log:
@@ -173,11 +175,9 @@ class _Server:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        # Eager: making its compiled graphs takes more than a minute for every run.
         llm = LLM(
             **options,
             skip_tokenizer_init=True,
-            enforce_eager=True,
             enable_prefix_caching=True,
             async_scheduling=False,
             max_num_seqs=1,
