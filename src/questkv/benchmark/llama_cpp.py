@@ -95,17 +95,29 @@ class LlamaCpp:
 
     def step(self, token: int) -> torch.Tensor:
         """Take in a token; returns the next one's logits, [vocabulary]."""
-        import numpy as np
-
         self.room.run([token], self.position, _ALL)
         self.position += 1
-        logits = self._api.llama_get_logits_ith(self.room.context, -1)
-        return torch.from_numpy(np.ctypeslib.as_array(logits, shape=(self._vocabulary,)))
+        return self._logits()
+
+    def read(self, ids: Sequence[int]) -> torch.Tensor:
+        """Read a prompt and forget what was read before; returns the next token's logits, [vocabulary]."""
+        self.room.forget(_ALL)
+        for start in range(0, len(ids), _RUN_TOKENS):
+            self.room.run(ids[start : start + _RUN_TOKENS], start, _ALL)
+        self.position = len(ids)
+        return self._logits()
 
     def close(self) -> None:
         """Give the memory back."""
         self.room.close()
         self._api.llama_model_free(self.model)
+
+    def _logits(self) -> torch.Tensor:
+        """The last token's, [vocabulary]; llama.cpp's own memory, until its next run."""
+        import numpy as np
+
+        logits = self._api.llama_get_logits_ith(self.room.context, -1)
+        return torch.from_numpy(np.ctypeslib.as_array(logits, shape=(self._vocabulary,)))
 
 
 class Room:

@@ -6,6 +6,7 @@ import typer
 
 from questkv.cli.bench_attention import attention
 from questkv.cli.bench_decode import decode
+from questkv.cli.bench_prefill import prefill
 
 app = typer.Typer(name="bench", help="Time questkv and others on this machine.", no_args_is_help=True)
 
@@ -17,3 +18,4 @@ def bench() -> None:
 
 app.command()(attention)
 app.command()(decode)
+app.command()(prefill)

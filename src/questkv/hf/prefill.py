@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-CHUNK_TOKENS = 512
+# Half as many were read 6 % slower on a CPU: PyTorch's causal attention computes whole squares of 512 tokens.
+CHUNK_TOKENS = 1024
 
 
 def cache_argument(model: Any) -> str:
@@ -39,7 +40,7 @@ def prefill(
     chunk_tokens: int = CHUNK_TOKENS,
     sparse_prefill: int = 0,
     on_progress: Callable[[int], None] | None = None,
-) -> None:
+) -> torch.Tensor:
     """Run tokens through a model for what they leave in its cache.
 
     Args:
@@ -49,12 +50,18 @@ def prefill(
         chunk_tokens: Tokens a run. Larger runs are faster and hold more activations at once.
         sparse_prefill: The cache's `QuestConfig.sparse_prefill`; no chunk of a longer prompt is as short as that.
         on_progress: Called after each run with the tokens done so far.
+
+    Returns:
+        [B, vocabulary] logits of the last token; [B, 0] where there are no tokens.
     """
+    logits: torch.Tensor = torch.empty(len(input_ids), 0)
     name = cache_argument(model)
     # one row of logits is made instead of [chunk, vocabulary], where the model can be told so
     few_logits = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     for start, end in chunks(input_ids.shape[1], chunk_tokens=chunk_tokens, longer_than=sparse_prefill):
         with torch.no_grad():
-            model(input_ids=input_ids[:, start:end], use_cache=True, **{name: cache}, **few_logits)
+            out = model(input_ids=input_ids[:, start:end], use_cache=True, **{name: cache}, **few_logits)
+        logits = out.logits[:, -1]
         if on_progress is not None:
             on_progress(end)
+    return logits

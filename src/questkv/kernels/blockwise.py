@@ -30,7 +30,7 @@ def prefill(
     if not len(q):
         return torch.empty_like(q)
     new_keys, new_values = _tokens(pages, page_table, length - len(q), length)
-    finite = bool(new_keys.isfinite().all() and new_values.isfinite().all())
+    finite = _is_finite(new_keys) and _is_finite(new_values)
     if finite and softcap is None and sinks is None and q.device.type == "cpu":
         return _prefill_merged(q, pages, page_table, length, scale)
     keys, values = tokens_of(pages, page_table, length)
@@ -109,33 +109,43 @@ def _prefill_merged(q: torch.Tensor, pages: Pages, page_table: torch.Tensor, len
     PyTorch's attention would round the softmax's weights to it.
     """
     n, heads, dim = q.shape
-    queries = q.transpose(0, 1).float().contiguous()  # [Hq, n, D]
-    group = heads // pages.num_kv_heads
+    queries = q.transpose(0, 1).float().contiguous().view(pages.num_kv_heads, -1, n, dim)  # [Hkv, G, n, D]
     keys, values = _tokens(pages, page_table, length - n, length)
-    out, total = _flash(
-        queries, keys.float().repeat_interleave(group, 0), values.float().repeat_interleave(group, 0), True, scale
-    )
-    # In the past every query sees every token, so a group's heads are queries of its KV head and no key is repeated.
-    grouped = queries.view(pages.num_kv_heads, group * n, dim)
+    out, total = _flash(queries, keys.float(), values.float(), True, scale)
+    # In the past every query sees every token, so a group's heads are more queries of one head.
+    grouped = queries.view(pages.num_kv_heads, 1, -1, dim)
     for start in range(0, length - n, _PIECE):
         keys, values = _tokens(pages, page_table, start, min(start + _PIECE, length - n))
         part, part_total = (
-            result.reshape(heads, n, -1) for result in _flash(grouped, keys.float(), values.float(), False, scale)
+            result.reshape(*queries.shape[:3], -1)
+            for result in _flash(grouped, keys.float(), values.float(), False, scale)
         )
         both = torch.logaddexp(total, part_total)
         out = out * (total - both).exp() + part * (part_total - both).exp()
         total = both
-    return out.transpose(0, 1).to(q.dtype)
+    return out.view(heads, n, dim).transpose(0, 1).to(q.dtype)
 
 
 def _flash(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's fused attention on the CPU: [H, n, D] output and [H, n, 1] log-sum-exp of the logits."""
+    """PyTorch's fused attention on the CPU of [H, G, n, D] queries over their heads' [H, T, D] keys and values.
+
+    Returns:
+        [H, G, n, D] output and [H, G, n, 1] log-sum-exp of the logits.
+    """
+    # Views that repeat a head for its group: the kernel goes by strides.
+    keys, values = (part.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for part in (keys, values))
     out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[None], keys[None], values[None], is_causal=causal, scale=scale
+        q, keys, values, is_causal=causal, scale=scale
     )
-    return out[0], total[0].unsqueeze(-1)
+    return out, total.unsqueeze(-1)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite, in a tenth of the time of `isfinite().all()` on the CPU."""
+    ends = torch.stack(torch.aminmax(tensor))  # both NaN if any element is
+    return bool(ends.isfinite().all())
 
 
 def _prefill_sdpa(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The memory that a decoder takes by itself: a process of its own for each, which fills its cache and decodes.
+"""The memory that decoding or reading a prompt takes by itself: a process of its own for each implementation.
 
-``python -m questkv.benchmark.decode_memory JSON`` is that process; it prints one JSON object.
+``python -m questkv.benchmark.peak_memory JSON`` is that process; it prints one JSON object.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +35,27 @@ class Subject:
         kind: ``questkv``, ``transformers`` or ``llama.cpp``.
         model: As for `load_model`; for llama.cpp a GGUF file.
         contexts: Ascending.
-        block: Tokens a block of llama.cpp's contexts.
         dtype: As for `load_model`.
         rope_factor: Likewise.
         weights: Likewise.
         config: Of our cache.
         threads: CPU threads.
+        block: Tokens a block of llama.cpp's contexts; None for the whole context.
         compiled: Whether our steps run as graphs of torch.compile.
+        chunk: Tokens of our forwards where a prompt is read; None where tokens are decoded behind it.
     """
 
     kind: str
     model: str
     contexts: tuple[int, ...]
-    block: int
     dtype: str
     rope_factor: float
     weights: str
     config: dict[str, Any]
     threads: int
+    block: int | None = None
     compiled: bool = False
+    chunk: int | None = None
 
 
 def is_possible() -> bool:
@@ -61,7 +64,7 @@ def is_possible() -> bool:
 
 
 def measure(subject: Subject) -> dict[int, float]:
-    """MiB at each context: the largest resident memory while decoding, loading and filling not counted.
+    """MiB at each context: the largest resident memory at work, loading and filling not counted.
 
     Raises:
         MeasurementError: The process failed.
@@ -78,9 +81,9 @@ def _main(subject: Subject) -> dict[int, float]:
     import torch
 
     torch.set_num_threads(subject.threads)
-    decode = _llama_cpp if subject.kind == "llama.cpp" else _model
+    of = _llama_cpp if subject.kind == "llama.cpp" else _model
     with torch.inference_mode():
-        return decode(subject)
+        return of(subject)
 
 
 def _llama_cpp(subject: Subject) -> dict[int, float]:
@@ -89,26 +92,27 @@ def _llama_cpp(subject: Subject) -> dict[int, float]:
 
     peaks = {}
     for context in subject.contexts:
-        decoder = LlamaCpp(
+        engine = LlamaCpp(
             None,
             Path(subject.model),
             tokens=context + _STEPS,
-            block=subject.block,
+            block=subject.block or context,
             threads=subject.threads,
             rope_factor=subject.rope_factor,
         )
-        peaks[context] = _peak(decoder)
-        decoder.close()
+        peaks[context] = _peak(partial(_decode, engine) if subject.chunk is None else partial(_read, engine, context))
+        engine.close()
     return peaks
 
 
 def _model(subject: Subject) -> dict[int, float]:
     from questkv.benchmark.decoders import ModelDecoder, dynamic_cache, quest_cache
+    from questkv.benchmark.readers import quest_reader, sdpa_reader
     from questkv.config import QuestConfig
     from questkv.hf.linear_layers import make_linear_fast
     from questkv.models import load_model
 
-    ours = subject.kind == "questkv"
+    ours, config = subject.kind == "questkv", QuestConfig.from_dict(subject.config)
     model = load_model(
         subject.model, dtype=subject.dtype, rope_factor=subject.rope_factor, weights=subject.weights
     ).model
@@ -116,13 +120,17 @@ def _model(subject: Subject) -> dict[int, float]:
         make_linear_fast(model)
     peaks = {}
     for context in subject.contexts:
+        if subject.chunk is not None:
+            reader = quest_reader("", model, config, subject.chunk) if ours else sdpa_reader("", model)
+            peaks[context] = _peak(partial(_read, reader, context))
+            continue
         layers = _any_contents(model, context)
-        config = QuestConfig.from_dict(subject.config)
         cache = quest_cache(model, config, layers) if ours else dynamic_cache(model, layers)
         del layers
         compiled = ours and subject.compiled
-        peaks[context] = _peak(ModelDecoder("", model, "questkv" if ours else "sdpa", cache, compiled=compiled))
-        del cache
+        decoder = ModelDecoder("", model, "questkv" if ours else "sdpa", cache, compiled=compiled)
+        peaks[context] = _peak(partial(_decode, decoder))
+        del cache, decoder
     return peaks
 
 
@@ -143,16 +151,24 @@ def _any_contents(model: Any, context: int) -> Sequence[tuple[Any, Any]]:
     return [(made[keys], made[values]) for keys, values in shapes]
 
 
-def _peak(decoder: Any) -> float:
-    """MiB while a decoder takes a few steps."""
+def _decode(decoder: Any) -> None:
+    for token in range(_STEPS):
+        decoder.prepare()
+        decoder.step(token)
+
+
+def _read(reader: Any, context: int) -> None:
+    reader.read([0] * context)
+
+
+def _peak(work: Callable[[], None]) -> float:
+    """MiB while something works."""
     gc.collect()
     # What was freed after loading and filling, and the C library kept: as much as a cache, where that was copied.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     _RESET_PEAK.write_text("5", encoding="ascii")  # proc(5): the peak starts again from what is resident
-    for token in range(_STEPS):
-        decoder.prepare()
-        decoder.step(token)
+    work()
     peak = next(line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM"))
     return int(peak.split()[1]) / 1024
 
