@@ -84,7 +84,7 @@ SpanPages = Annotated[
         metavar="C",
         min=0,
         help="Score spans of C pages first, then only the pages of the best spans: faster behind 32K tokens and more, "
-        "with 8. 0 scores every page.",
+        "with 4 or 8. 0 scores every page.",
         rich_help_panel=_CACHE,
     ),
 ]
