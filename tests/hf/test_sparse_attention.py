@@ -227,12 +227,12 @@ def test_the_output_does_not_depend_on_physical_pages_or_what_lay_in_them() -> N
     cache.crop(-70)
     others.batch_select_indices(torch.tensor([0]))
     (group,) = cache.state.groups.values()
-    for page in group.pool._free[False]:
+    for page in group.pool._free[False, False]:
         segment, at = group.pool._locate(0, page)
         segment.keys[:, at], segment.values[:, at] = torch.nan, torch.nan
         segment.boxes[:, at] = torch.nan
-    group.pool._free[False].sort()
-    del group.pool._free[False][::2]  # so that its pages are no run
+    group.pool._free[False, False].sort()
+    del group.pool._free[False, False][::2]  # so that its pages are no run
     again = decode_all(cache, states, 50, [1] * 30)
     table = group.batch.sequences[0].table
     assert any(b != a + 1 for a, b in itertools.pairwise(table))
