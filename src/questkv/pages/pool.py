@@ -162,13 +162,10 @@ class PagePool:
         missing = max(count - self._num_free(closed), (len(ends) - len(self._free[closed, True])) * self._unit)
         if missing > 0:
             self._grow(-(-missing // self._unit) * self._unit, closed)
-        spare = len(self._free[closed, True]) - len(ends)
         page_ids = []
         for place in range(count):
-            end = place in ends
-            if not end and not self._free[closed, False]:
-                end = spare > 0
-                spare -= 1
+            # Where no other page is left, there are as many of these as places.
+            end = place in ends or not self._free[closed, False]
             page_ids.append(heapq.heappop(self._free[closed, end]))
         for page_id in page_ids:
             self._holders[page_id] = 1
