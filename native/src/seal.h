@@ -8,6 +8,15 @@
 
 namespace questkv::QUESTKV_ISA_NAME {
 
+// Code [lo, hi] in steps, rounded outward; in float64 a code times its step is exact.
+inline void code_outward(double lo, double hi, double step, int8_t* code_lo, int8_t* code_hi) {
+    double below = std::floor(lo / step), above = std::ceil(hi / step);
+    below -= below * step > lo;
+    above += above * step < hi;
+    *code_lo = static_cast<int8_t>(below);
+    *code_hi = static_cast<int8_t>(above);
+}
+
 // Write one page's box in one KV head. Int8 codes are rounded outward in float64, where code * scale is exact.
 //   keys: [S, D]. lo, hi: scratch of [D]. boxes: [2, D]. scale: null for boxes in the keys' type.
 template <class T>
@@ -45,13 +54,7 @@ void seal_page(const T* keys, int64_t page_size, int64_t head_dim, float* lo, fl
     // 127 * scale must reach the largest value although the division rounds; a scale is never subnormal.
     const float s = std::fmax(static_cast<float>(largest / 127 * (1 + 0x1p-22)), std::numeric_limits<float>::min());
     const double step = s;
-    for (int64_t d = 0; d < head_dim; ++d) {
-        double code_lo = std::floor(lo[d] / step), code_hi = std::ceil(hi[d] / step);
-        code_lo -= code_lo * step > lo[d];
-        code_hi += code_hi * step < hi[d];
-        codes[d] = static_cast<int8_t>(code_lo);
-        codes[head_dim + d] = static_cast<int8_t>(code_hi);
-    }
+    for (int64_t d = 0; d < head_dim; ++d) code_outward(lo[d], hi[d], step, codes + d, codes + head_dim + d);
     *scale = s;
 }
 
@@ -98,11 +101,7 @@ void join_boxes(int64_t count, int64_t head_dim, const PageBox& page, int8_t* bo
             lo = below < lo ? below : lo;
             hi = above > hi ? above : hi;
         }
-        double code_lo = std::floor(lo / step), code_hi = std::ceil(hi / step);
-        code_lo -= code_lo * step > lo;
-        code_hi += code_hi * step < hi;
-        box[d] = static_cast<int8_t>(code_lo);
-        box[head_dim + d] = static_cast<int8_t>(code_hi);
+        code_outward(lo, hi, step, box + d, box + head_dim + d);
     }
 }
 
