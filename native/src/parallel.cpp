@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -17,9 +20,21 @@ struct Work {
     void* context;
     int64_t units;
     std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+    std::exception_ptr error{};  // the first one; the caller of the threads reads it when all have come back
 
-    void run() {
-        for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;) call(context, unit);
+    // An exception that left a thread would end the process: it is carried to the caller, and the other units are left.
+    void run() noexcept {
+        try {
+            for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units;) call(context, unit);
+        } catch (...) {
+            if (!failed.exchange(true)) error = std::current_exception();
+            next.store(units, std::memory_order_relaxed);
+        }
+    }
+
+    void rethrow() const {
+        if (error) std::rethrow_exception(error);
     }
 };
 
@@ -41,10 +56,7 @@ class Pool {
         std::lock_guard<std::mutex> one_caller(callers_);
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            while (static_cast<int>(threads_.size()) < helpers) {
-                const int index = static_cast<int>(threads_.size());
-                threads_.emplace_back([this, index] { loop(index); });
-            }
+            helpers = start(helpers);
             work_ = &work;
             wanted_ = helpers;
             busy_ = helpers;
@@ -67,6 +79,20 @@ class Pool {
     }
 
   private:
+    // Have so many threads, or as many as the system gives; returns how many of them there are. Any number is right,
+    // none included: the caller does what nobody else does.
+    int start(int wanted) {
+        try {
+            while (static_cast<int>(threads_.size()) < wanted) {
+                const int index = static_cast<int>(threads_.size());
+                threads_.emplace_back([this, index] { loop(index); });
+            }
+        } catch (const std::system_error&) {
+        } catch (const std::bad_alloc&) {
+        }
+        return std::min(wanted, static_cast<int>(threads_.size()));
+    }
+
     void loop(int index) {
         uint64_t seen = 0;
         for (;;) {
@@ -106,6 +132,7 @@ void parallel_for(int threads, int64_t units, void (*call)(void*, int64_t), void
         static Pool pool;
         pool.run(work, threads - 1);
     }
+    work.rethrow();
 }
 
 }  // namespace questkv
