@@ -22,7 +22,7 @@ import torch
 from hypothesis import given
 
 from kernels.cases import Case, Shape, build_case, case_arguments
-from questkv.errors import MissingPackageError
+from questkv.errors import ConfigError, MissingPackageError
 from questkv.kernels import Pages, PageSegment, available_backends, decode, dense, native, seal
 from questkv.kernels.native import module, operators
 
@@ -66,9 +66,18 @@ def test_an_unknown_instruction_set_is_refused_with_the_names_there_are(name, mo
     case = build_case(0, Shape(), [7])
     with pytest.raises(ValueError, match=r"^\[native\] QUESTKV_ISA: expected one of .*plain, got ") as caught:
         dense(*case.args, scale=1.0, backend="native")
-    assert str(caught.value).endswith(f"got {name}")
+    assert str(caught.value).endswith(f"got {name!r}")
     with pytest.raises(ValueError, match=r"^\[native\] QUESTKV_ISA: expected one of .*plain, got "):
         module.load().seal(name, operators._layer(case.pages), torch.tensor([0]), None, 1)
+
+
+def test_an_unknown_instruction_set_is_said_when_the_module_is_loaded(monkeypatch):
+    monkeypatch.setenv("QUESTKV_ISA", "sse9")
+    module.load.cache_clear()
+    with pytest.raises(ConfigError, match=r"^\[native\] QUESTKV_ISA: expected one of .*plain, got 'sse9'$"):
+        module.load()
+    monkeypatch.setenv("QUESTKV_ISA", "plain")
+    assert module.load() is module.load()
 
 
 def test_every_instruction_set_can_be_forced(monkeypatch):

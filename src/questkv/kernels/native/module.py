@@ -7,7 +7,7 @@ import os
 from functools import cache
 from types import ModuleType
 
-from questkv.errors import MissingPackageError
+from questkv.errors import ConfigError, MissingPackageError
 
 _NAME = "questkv.kernels.native._native"
 
@@ -23,13 +23,16 @@ def load() -> ModuleType:
 
     Raises:
         MissingPackageError: It was not built; the message says how.
+        ConfigError: ``QUESTKV_ISA`` names an instruction set that this machine can't run.
     """
     if not is_built():
         raise MissingPackageError(
             "[native] backend: expected the compiled module, got an installation without it; install a C++ compiler "
             "and run: pip install --force-reinstall --no-deps questkv"
         )
-    return importlib.import_module(_NAME)
+    module = importlib.import_module(_NAME)
+    _instruction_set_of(module)
+    return module
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -47,10 +50,14 @@ def instruction_set() -> str:
     """The one in use: ``QUESTKV_ISA``, else the best.
 
     Raises:
-        ValueError: ``QUESTKV_ISA`` names one that this machine can't run.
+        ConfigError: ``QUESTKV_ISA`` names one that this machine can't run.
     """
-    names = instruction_sets()
+    return _instruction_set_of(load())
+
+
+def _instruction_set_of(module: ModuleType) -> str:
+    names = _instruction_sets_of(module)
     name = os.environ.get("QUESTKV_ISA") or names[0]
     if name not in names:
-        raise ValueError(f"[native] QUESTKV_ISA: expected one of {', '.join(names)}, got {name}")
+        raise ConfigError(f"[native] QUESTKV_ISA: expected one of {', '.join(names)}, got {name!r}")
     return name
