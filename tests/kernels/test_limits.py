@@ -72,7 +72,5 @@ def test_triton_refuses_rows_whose_tokens_it_could_not_number(operator):
 @pytest.mark.usefixtures("triton_backend")
 def test_triton_refuses_pages_whose_keys_it_could_not_number():
     check_page(2047, 2**20)
-    with pytest.raises(
-        UnsupportedError, match=r"page: expected at most 2146435072 numbers, .*got 2147483648$"
-    ):
+    with pytest.raises(UnsupportedError, match=r"page: expected at most 2146435072 numbers, .*got 2147483648$"):
         check_page(2048, 2**20)
