@@ -96,7 +96,7 @@ def _backends() -> dict[str, str]:
     from questkv.kernels import available_backends, native
     from questkv.kernels.dispatch import BACKENDS
 
-    usable = {name: "available" for name in available_backends()}
+    usable = dict.fromkeys(available_backends(), "available")
     if "native" in usable:
         usable["native"] = f"available ({native.instruction_set()})"
     lacking = {"native": "not built", "triton": "no GPU" if _version("triton") else "the package triton is missing"}

@@ -10,6 +10,7 @@ from types import ModuleType
 from questkv.errors import ConfigError, MissingPackageError
 
 _NAME = "questkv.kernels.native._native"
+_THREADS = ("libgomp", "own", "auto")
 
 
 def is_built() -> bool:
@@ -23,7 +24,8 @@ def load() -> ModuleType:
 
     Raises:
         MissingPackageError: It was not built; the message says how.
-        ConfigError: ``QUESTKV_ISA`` names an instruction set that this machine can't run.
+        ConfigError: ``QUESTKV_ISA`` names an instruction set that this machine can't run, or ``QUESTKV_THREADS``
+            something else than ``libgomp``, ``own`` or ``auto``.
     """
     if not is_built():
         raise MissingPackageError(
@@ -32,6 +34,7 @@ def load() -> ModuleType:
         )
     module = importlib.import_module(_NAME)
     _instruction_set_of(module)
+    module.use_threads(_threads())
     return module
 
 
@@ -61,3 +64,11 @@ def _instruction_set_of(module: ModuleType) -> str:
     if name not in names:
         raise ConfigError(f"[native] QUESTKV_ISA: expected one of {', '.join(names)}, got {name!r}")
     return name
+
+
+def _threads() -> str:
+    """Whose threads decode steps run on (docs/native.md)."""
+    whose = os.environ.get("QUESTKV_THREADS") or _THREADS[0]
+    if whose not in _THREADS:
+        raise ConfigError(f"[native] QUESTKV_THREADS: expected one of {', '.join(_THREADS)}, got {whose!r}")
+    return whose
