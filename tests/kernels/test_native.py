@@ -23,7 +23,7 @@ from hypothesis import given
 
 from kernels.cases import Case, Shape, build_case, case_arguments
 from questkv.errors import ConfigError, MissingPackageError
-from questkv.kernels import Pages, PageSegment, available_backends, decode, dense, native, seal
+from questkv.kernels import Pages, PageSegment, available_backends, decode, dense, linear, native, seal
 from questkv.kernels.native import module, operators
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="the compiled module isn't built")
@@ -78,6 +78,34 @@ def test_an_unknown_instruction_set_is_said_when_the_module_is_loaded(monkeypatc
         module.load()
     monkeypatch.setenv("QUESTKV_ISA", "plain")
     assert module.load() is module.load()
+
+
+@pytest.mark.parametrize("whose", ["libgomp", "own", "auto"])
+def test_whose_threads_they_are_changes_no_bit(whose, monkeypatch):
+    case, few = build_case(0, Shape(page_size=3), [140, 331]), torch.tensor([5, 40])
+    x, weight = torch.randn(2, 96), torch.randn(600, 96)
+    expected = decode(*case.args, few, scale=1.0, backend="native"), linear(x, weight, backend="native")
+    monkeypatch.setenv("QUESTKV_THREADS", whose)
+    module.load.cache_clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(50):
+            assert torch.equal(decode(*case.args, few, scale=1.0, backend="native"), expected[0])
+            for _ in range(3):
+                assert torch.equal(linear(x, weight, backend="native"), expected[1])
+    finally:
+        torch.set_num_threads(threads)
+        module.load().use_threads("libgomp")
+
+
+def test_an_unknown_choice_of_threads_is_refused_with_the_choices(monkeypatch):
+    monkeypatch.setenv("QUESTKV_THREADS", "mine")
+    module.load.cache_clear()
+    with pytest.raises(
+        ConfigError, match=r"^\[native\] QUESTKV_THREADS: expected one of libgomp, own, auto, got 'mine'$"
+    ):
+        module.load()
 
 
 def test_every_instruction_set_can_be_forced(monkeypatch):
