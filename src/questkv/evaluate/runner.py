@@ -40,7 +40,7 @@ def describe(task: Task, plan: Plan, loaded: LoadedModel, model: Mapping[str, An
         "methods": list(plan.methods),
         "budgets": list(plan.budgets),
         "quest": {key: value for key, value in plan.quest.to_dict().items() if key != "token_budget"},
-        "environment": environment(plan.quest.backend),
+        "environment": environment(plan.quest.backend, loaded.model.device),
     }
 
 
