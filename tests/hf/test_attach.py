@@ -112,7 +112,7 @@ def test_every_call_without_a_cache_gets_a_fresh_one() -> None:
         first = model(ids)
         assert isinstance(first.cache, QuestCache)
         assert first.cache is attached.cache
-        second = model(ids, use_cache=False)
+        second = model(ids)
         assert attached.cache is not first.cache
         assert attached.cache.report().tokens == (40,)
     for out in (first, second):
