@@ -77,8 +77,8 @@ def prefill(
         if past and length and not reads_alike(model, past, total_tokens):
             raise CacheMismatchError(
                 f"[prefill] input_ids: expected no more tokens than leave the rotary frequencies as they were for the "
-                f"{past} cached ones, got {length}; feed all {total_tokens} at once into a new cache, or give the length "
-                "of the whole sequence as total_tokens each time"
+                f"{past} cached ones, got {length}; feed all {total_tokens} at once into a new cache, or give the "
+                "length of the whole sequence as total_tokens each time"
             )
     sparse = cache.config.sparse_prefill if isinstance(cache, QuestCache) else 0
     with read_as(model, total_tokens):
