@@ -61,7 +61,8 @@ def test_a_run_scores_as_one_forward_does(name: str, tmp_path: Path) -> None:
     assert row["nll"] == pytest.approx(expected[1:].tolist(), abs=4 * error + 5e-6)
 
 
-@pytest.mark.parametrize("name", BY_LENGTH)
+# Not "llama-dynamic": a prompt is cut to the context of the config, within which its frequencies are the same.
+@pytest.mark.parametrize("name", ["llama-longrope", "phi3-longrope"])
 def test_a_loglikelihood_is_that_of_one_forward(name: str) -> None:
     ids = tokens(PROMPT + STEPS)
     decoding = Decoding(LoadedModel(build(name, "questkv"), None), make_policy("full"), decoded=7)
