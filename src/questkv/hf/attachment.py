@@ -82,7 +82,7 @@ def attach(
             "this model's generation config says use_cache: false; questkv generates with a cache all the same, but "
             "for calls that say use_cache=False themselves",
             UserWarning,
-            stacklevel=3,
+            stacklevel=1,  # the commands print what comes from this package
         )
     with entered(model, Entry(attachment, fast_linear, compile)):
         yield attachment
