@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import Result
 
 from hf.tiny_models import VOCABULARY, build, tokens
 from questkv import QuestConfig
@@ -64,3 +69,20 @@ def test_a_second_answer_has_the_tokens_of_the_whole_conversation(name: str) -> 
     assert second == expected(name, conversation, 6)
     assert session.cache.report().tokens == (len(conversation) + 5,)
     assert 0 < answer.pages_read == answer.pages_held
+
+
+def test_a_folder_that_says_it_uses_no_cache_is_read_with_one(
+    run: Callable[..., Result], tiny_model: str, document: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    answers = []
+    for use_cache in (True, False):
+        (folder / "config.json").write_text(json.dumps({**config, "use_cache": use_cache}))
+        result = run("ask", str(document), "What?", "--model", str(folder), "--max-new-tokens", "8", "--json", "-")
+        assert result.exit_code == 0, result.output
+        assert ("warning: this model's generation config says use_cache: false" in result.stderr) == (not use_cache)
+        answers.append({key: json.loads(result.stdout)[key] for key in ("answer", "pages_read", "pages_held")})
+    assert answers[0] == answers[1]
+    assert answers[0]["pages_held"] > 0
