@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf.tiny_models import BY_LENGTH, build, tokens
+from hf.tiny_models import build, tokens
 from questkv import QuestConfig
 from questkv.evaluate import runner
 from questkv.evaluate.harness import Decoding
@@ -23,6 +23,7 @@ from questkv.policies import make_policy
 
 # The models' frequencies are others where a sequence is longer than 150 tokens.
 PROMPT, STEPS = 140, 20
+BY_LENGTH = ("llama-dynamic", "llama-longrope", "phi3-longrope")
 
 
 def losses(name: str, ids: torch.Tensor, fed: int) -> tuple[torch.Tensor, float]:

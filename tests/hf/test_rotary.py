@@ -85,6 +85,7 @@ def test_lengths_read_alike_where_their_frequencies_are_the_same() -> None:
         "llama": (True, True, True),
         "llama-longrope": (True, False, True),
         "phi3-longrope": (True, False, True),
+        "phimoe-longrope": (True, False, True),
         "llama-dynamic": (True, False, False),
     }
     for name, expected in alike.items():
@@ -144,3 +145,18 @@ def test_tokens_beyond_such_a_window_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"\[questkv\] mask: expected at most 512 tokens.*got 513"):
         prefill(model, cache, tokens(1, 1))
     assert cache.report().tokens == (512,)
+
+
+@pytest.mark.parametrize("length", [ORIGINAL, 2 * ORIGINAL])
+def test_layers_of_one_kind_may_have_such_an_embedding(length: int) -> None:
+    kinds = {
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    changes: dict[str, Any] = {"rope_parameters": kinds, "max_position_embeddings": ORIGINAL}
+    ids, model = tokens(1, length), build("gemma3", "questkv", **changes)
+    with torch.no_grad():
+        single = build("gemma3", "sdpa", **changes)(ids).logits[:, -1].double()
+        expected = build("gemma3", "sdpa", **changes).double()(ids).logits[:, -1]
+    got = prefill(model, QuestCache(model.config, FULL), ids, chunk_tokens=64)
+    assert (got - expected).abs().max() <= 4 * (single - expected).abs().max()

@@ -91,13 +91,23 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 150, "sliding_window": 1000},
     ),
+    "phimoe-longrope": (
+        "PhimoeConfig",
+        {
+            "rope_parameters": _LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.5},
+            "original_max_position_embeddings": 150,
+            "sliding_window": None,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+        },
+    ),
     # Its first layer is replaced by one with other KV heads (see `build`).
     "llama-mixed": ("LlamaConfig", {}),
 }
 # What transformers has no SDPA for is compared with its eager attention.
 _EAGER = ("gemma2", "gpt-oss")
 # Models whose rotary frequencies depend on the sequence's length.
-BY_LENGTH = ("llama-dynamic", "llama-longrope", "phi3-longrope")
+BY_LENGTH = ("llama-dynamic", "llama-longrope", "phi3-longrope", "phimoe-longrope")
 # Every other model that can be paged.
 NAMES = tuple(name for name in _CONFIGS if name != "mistral-window" and name not in BY_LENGTH)
 HYBRID = ("gemma3", "gemma2", "gpt-oss")
@@ -125,6 +135,8 @@ def build(name: str, attention: str, seed: int = 0, **overrides: Any) -> Any:
             first._attn_implementation = attention
             model.model.layers[0].self_attn = LlamaAttention(first, layer_idx=0)
             model.init_weights()
+        if name == "phimoe-longrope":
+            model.set_experts_implementation("eager")  # the others don't take float64
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("sinks"):

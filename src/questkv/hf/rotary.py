@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,14 +24,13 @@ def read_as(model: torch.nn.Module, tokens: int) -> Iterator[None]:
     fixed: list[tuple[Any, Any]] = [(part, part.rope_type) for part in model.modules() if _kinds(part)]
     for module, _ in fixed:
         _take_frequencies(module, tokens)
-    try:
+    with ExitStack() as stack:
         for module, kind in fixed:
-            # transformers updates the frequencies of certain types only, and asks for the type nowhere else.
+            # transformers' wrapper updates the frequencies of certain types only, and nothing else asks for the type.
+            stack.callback(setattr, module, "rope_type", kind)
             module.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
+            stack.enter_context(_fed_last_position(module, tokens))
         yield
-    finally:
-        for module, kind in fixed:
-            module.rope_type = kind
 
 
 def reads_alike(model: torch.nn.Module, tokens: int, others: int) -> bool:
@@ -62,6 +61,29 @@ def _sequence_kind(module: Any, name: str, layers: str | None, tokens: int) -> i
     if name == "longrope":
         return int(tokens > original_length(module, layers))
     return max(tokens, int(module.original_max_seq_len))
+
+
+@contextmanager
+def _fed_last_position(module: torch.nn.Module, tokens: int) -> Iterator[None]:
+    """Feed an embedding the sequence's last position too: PhiMoE's looks at them itself, beside the wrapper."""
+
+    def add(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        last = positions.new_full((*positions.shape[:-1], 1), tokens - 1)
+        longer = torch.cat([positions, last], dim=-1)
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": longer}
+        return (args[0], longer, *args[2:]), kwargs
+
+    def cut(module: Any, args: Any, out: Any) -> Any:
+        return out[..., :-1, :] if isinstance(out, torch.Tensor) else tuple(part[..., :-1, :] for part in out)
+
+    hooks = module.register_forward_pre_hook(add, with_kwargs=True), module.register_forward_hook(cut)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()
