@@ -17,6 +17,7 @@ from questkv.hf.cache import QuestCache
 from questkv.hf.compiled import arguments_of, compiled_step
 from questkv.hf.linear_layers import fast_linear_layers
 from questkv.hf.prefill import cache_argument
+from questkv.hf.watch import watching
 
 _COMPILES = "_questkv_compiles"
 
@@ -97,6 +98,7 @@ def attach(
             stack.enter_context(fast_linear_layers(model))
         if compile:
             stack.enter_context(_steps_compiled(model))
+        stack.enter_context(watching(model))
         # First of all hooks, so that an attachment inside another one comes before it.
         hook = model.register_forward_pre_hook(give_cache, with_kwargs=True, prepend=True)
         model.generate = generate_with_cache

@@ -10,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from questkv.errors import CacheMismatchError, UnsupportedError
+from questkv.hf.gradients import refuse_backward
 from questkv.hf.group import Softmax
 from questkv.hf.layer import PagedKeys
 from questkv.hf.step_operator import HANDLE
@@ -41,8 +42,8 @@ def questkv_mask(**kwargs: Any) -> torch.Tensor | None:
             "another attention implementation for this input"
         )
     padding: torch.Tensor | None = kwargs.get("attention_mask")
-    # A mask without padding is kept too: the cache compares it with what it knows of the tokens it holds.
-    return None if padding is None else padding[:, -kwargs["kv_length"] :]
+    # The cache compares the whole of it with what it knows of the tokens that it holds.
+    return padding
 
 
 def questkv_attention(
@@ -89,7 +90,8 @@ def questkv_attention(
                 f"[questkv] attention_mask: expected a 2-D padding mask, got {attention_mask.ndim} dimensions; custom "
                 "masks are not supported"
             )
-        return key.layer.attend(query, attention_mask, Softmax(scale, softcap, s_aux)), None
+        out = key.layer.attend(query, attention_mask, Softmax(scale, softcap, s_aux))
+        return refuse_backward(out, query, *key.sources), None
     if not getattr(key, _OWN_LAYER, False):
         raise CacheMismatchError(
             "[questkv] cache: expected a QuestCache, got another cache or none; pass "

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from questkv.config import QuestConfig
@@ -58,7 +58,9 @@ class QuestCache(Cache):
                 f"[QuestCache] max_tokens: expected at least one page ({self.config.page_size}), got {max_tokens}"
             )
         layers = DynamicCache(config=model_config).layers
-        paged = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        # They hold an image's or another input's keys, and don't run where there is none.
+        cross = getattr(model_config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+        paged = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i not in cross]
         if not paged:
             raise UnsupportedError(
                 f"[QuestCache] model_config: expected a model with full-attention layers, got "
@@ -85,6 +87,14 @@ class QuestCache(Cache):
         if not isinstance(layer, PagedLayer):
             mark_own_layer(keys)
         return keys, values
+
+    def forward_begins(self, model: PreTrainedModel) -> None:
+        """A forward that was given this cache begins; see `questkv.hf.watch`."""
+        self.state.forward_begins(model)
+
+    def forward_returned(self) -> None:
+        """It has returned."""
+        self.state.forward_returned()
 
     @property
     def handle(self) -> torch.Tensor:

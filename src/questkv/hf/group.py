@@ -39,11 +39,18 @@ class Group:
     layers: dict[int, int] = field(default_factory=dict)
     plan: Plan | None = None
 
-    def attend(self, layer: int, query: torch.Tensor, softmax: Softmax, counts: PageCounts) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows; all tokens are written."""
+    def attend(
+        self, layer: int, query: torch.Tensor, softmax: Softmax, counts: PageCounts, asked: list[int] | None = None
+    ) -> torch.Tensor:
+        """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows; all tokens are written.
+
+        `asked` are the queries of every sequence where these are fewer than its new tokens, of which they are the last.
+        """
         if not query.shape[0]:
             return query
         plan = self._plan()
+        if asked is not None:
+            plan = Plan(plan.step, plan.config, asked)
         pages = self.pool.layer(self.layers[layer])
         out = torch.empty_like(query) if plan.runs else query
         for run in plan.runs:
@@ -59,8 +66,8 @@ class Group:
             )
         if not len(plan.rows):
             return out
-        rows = self._decode(layer, plan, query if plan.every_token_is_a_row else query[plan.rows], softmax, counts)
-        if plan.every_token_is_a_row:
+        rows = self._decode(layer, plan, query if plan.every_query_is_a_row else query[plan.rows], softmax, counts)
+        if plan.every_query_is_a_row:
             return rows
         out[plan.rows] = rows
         return out

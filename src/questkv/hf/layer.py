@@ -35,13 +35,22 @@ class PagedKeys(torch.Tensor):
     """
 
     layer: AttendingLayer
+    sources: tuple[torch.Tensor, ...]
 
     @staticmethod
-    def of(layer: AttendingLayer, keys: torch.Tensor) -> PagedKeys:
-        """A handle of the keys' dtype and device, with no tokens."""
+    def of(layer: AttendingLayer, keys: torch.Tensor, values: torch.Tensor) -> PagedKeys:
+        """A handle of the keys' dtype and device, with no tokens.
+
+        Args:
+            layer: What attends.
+            keys: [B, Hkv, n, D] the new keys.
+            values: Like `keys`.
+        """
         empty = torch.empty((*keys.shape[:2], 0, keys.shape[3]), dtype=keys.dtype, device=keys.device)
         handle = empty.as_subclass(PagedKeys)
         handle.layer = layer
+        # What a gradient would have to get to; kept only where one could be asked for.
+        handle.sources = (keys, values) if torch.is_grad_enabled() else ()
         return handle
 
     @classmethod
@@ -85,7 +94,7 @@ class PagedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep [B, Hkv, n, D] keys and values for the attention function and return a handle in their place."""
         self._new = (key_states, value_states)
-        handle = PagedKeys.of(self, key_states)
+        handle = PagedKeys.of(self, key_states, value_states)
         return handle, handle
 
     @torch.no_grad()

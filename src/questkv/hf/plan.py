@@ -35,6 +35,10 @@ class Columns:
         counts: list[int] = self.real.sum(dim=1).tolist()
         return counts
 
+    def last(self, width: int) -> Columns:
+        """The last `width` of these columns."""
+        return Columns(self.batch, width, None if self.real is None else self.real[:, self.width - width :])
+
     def pack(self, states: torch.Tensor) -> torch.Tensor:
         """[B, H, width, D] -> [T, H, D], the real tokens, sequence after sequence."""
         if self.width == 1 and self.real is None:
@@ -61,7 +65,7 @@ class Run:
 
     Attributes:
         sequence: Row of the page table.
-        tokens: Their places among the T new tokens.
+        tokens: Their places among the queries.
         length: Tokens of the sequence, these included.
         page_table: [P] the sequence's pages.
     """
@@ -78,41 +82,55 @@ class Plan:
     A run of more than `sparse_prefill` new tokens, or one at the start of a sequence, is dense prefill; every other
     token is a row of its own that selects for itself. The choice looks at one sequence at a time, so it doesn't
     depend on the batch.
+
+    Args:
+        step: The new tokens, T over all sequences.
+        config: The method's configuration.
+        asked: How many of every sequence's new tokens have a query, its last ones; None for all of them.
+
+    Attributes:
+        rows: [R] int64 places of the rows among the queries.
     """
 
-    def __init__(self, step: Step, config: QuestConfig) -> None:
+    def __init__(self, step: Step, config: QuestConfig, asked: list[int] | None = None) -> None:
         self.step = step
         self.config = config
         self.runs: list[Run] = []
         self._decode_step: kernels.DecodeStep | None = None
         rows: list[int] = []
-        start = 0
-        for sequence, (count, length) in enumerate(zip(step.counts, step.lengths, strict=True)):
+        tokens: list[int] = []  # of the rows, among the T new tokens
+        start = query = 0
+        asked = step.counts if asked is None else asked
+        for sequence, (count, length, queries) in enumerate(zip(step.counts, step.lengths, asked, strict=True)):
             past = length - count
             if count > 1 and (not past or count > config.sparse_prefill):
-                self.runs.append(Run(sequence, slice(start, start + count), length, step.run(sequence)))
+                self.runs.append(Run(sequence, slice(query, query + queries), length, step.run(sequence)))
             else:
-                rows.extend(range(start, start + count))
+                rows.extend(range(query, query + queries))
+                tokens.extend(range(start + count - queries, start + count))
             start += count
+            query += queries
         self.rows = torch.tensor(rows, dtype=torch.int64, device=step.slots.device)
-        self.every_token_is_a_row = len(rows) == start
+        self.every_query_is_a_row = len(rows) == query
+        # None where every new token is a row.
+        self._tokens = None if len(rows) == start else torch.tensor(tokens, dtype=torch.int64, device=step.slots.device)
         # So that a layer's `decode` may write the tokens: no block has to find them in the pages before, and none that
         # they seal moves into host memory.
-        self.is_decode_step = bool(rows) and not self.runs and config.offload == "none"
+        self.is_decode_step = bool(rows) and self._tokens is None and config.offload == "none"
         # Tokens visible to the rows, as the host knows them.
-        self.row_lengths = [step.row_lengths[row] for row in rows] if self.runs else step.row_lengths
+        self.row_lengths = step.row_lengths if self._tokens is None else [step.row_lengths[token] for token in tokens]
 
     @cached_property
     def page_table(self) -> torch.Tensor:
         """[R, P] page table of the rows."""
         table = self.step.rows[0]
-        return table if self.every_token_is_a_row else table[self.rows]
+        return table if self._tokens is None else table[self._tokens]
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """[R] tokens visible to the rows."""
         lengths = self.step.rows[1]
-        return lengths if self.every_token_is_a_row else lengths[self.rows]
+        return lengths if self._tokens is None else lengths[self._tokens]
 
     @cached_property
     def selected_counts(self) -> list[int]:

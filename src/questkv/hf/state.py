@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from transformers import PreTrainedModel
 
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, ConfigError, UnsupportedError
+from questkv.hf.attendance import Attendance
 from questkv.hf.counts import PageCounts
 from questkv.hf.group import Group, Softmax
 from questkv.hf.plan import Columns, Plan
@@ -20,8 +22,9 @@ Observer = Callable[[int, torch.Tensor, Softmax], None]
 class PagedState:
     """Sequences of all paged layers, and the forward that is under way.
 
-    A forward begins with the first paged layer and is complete when every paged layer has attended. One that was
-    interrupted in between is undone when the next begins; until then it doesn't count in `columns`.
+    A forward begins with the first paged layer that attends and is complete when every paged layer of the model has, or
+    when the model's forward has returned without the others (see `questkv.hf.watch`). One that an exception ended is
+    undone; until it is complete it doesn't count in `columns`.
 
     Args:
         config: The method's configuration.
@@ -38,9 +41,10 @@ class PagedState:
         self.real: torch.Tensor | None = None
         self.groups: dict[PageGeometry, Group] = {}
         self.observer: Observer | None = None
-        self._forward: Columns | None = None
-        self._attended: set[int] = set()
         self.counts = PageCounts()
+        self._forward: Columns | None = None
+        self.attendance = Attendance(paged_layers)
+        self._columns_before = 0
 
     @property
     def batch_size(self) -> int | None:
@@ -53,10 +57,42 @@ class PagedState:
         group = next(iter(self.groups.values()), None)
         if group is None:
             return []
-        under_way = self._forward is not None and len(self._attended) < len(self.paged_layers)
-        step = group.batch.step if under_way else None
+        step = group.batch.step if self._is_under_way else None
         counts = [0] * len(group.batch) if step is None else step.counts
         return [length - count for length, count in zip(group.batch.lengths, counts, strict=True)]
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._forward is not None and not self.attendance.is_complete
+
+    def forward_begins(self, model: PreTrainedModel) -> None:
+        """A watched forward begins: one that is still under way was interrupted."""
+        self.settle()
+        self.attendance.know(model)
+        self.attendance.is_watched, self._columns_before = True, self.columns
+
+    def forward_returned(self) -> None:
+        """A watched forward has returned: the layers that haven't attended don't run in this model.
+
+        Raises:
+            CacheMismatchError: No paged layer has attended; or an earlier forward, which nobody watched, was taken for an
+                interrupted one because it left the same layers out.
+        """
+        if not self.attendance.is_watched:
+            return
+        self.attendance.is_watched = False
+        if self._is_under_way:
+            try:
+                self.attendance.check_not_taken_back()
+            except CacheMismatchError:
+                self._undo()
+                raise
+            self._commit()
+        elif self.columns == self._columns_before:
+            raise CacheMismatchError(
+                "[QuestCache] forward: expected its tokens in the cache, it returned without writing any: no paged layer "
+                "of the model has attended"
+            )
 
     def begin(self, batch: int, width: int, mask: torch.Tensor | None) -> None:
         """Start a forward: find the real tokens among its columns and make room for them in every group.
@@ -66,7 +102,13 @@ class PagedState:
             width: Its columns, padding included.
             mask: [B, columns] bool 2-D padding mask over all columns, or None.
         """
+        if self.attendance.is_watched and self._is_under_way:
+            raise CacheMismatchError(
+                "[QuestCache] forward: expected every layer once in a forward, got one again before the others: the model "
+                "runs a layer twice, or its forward was interrupted and then called without its hooks"
+            )
         self.settle()
+        self.attendance.find_model()
         if self.batch_size not in (None, batch):
             raise CacheMismatchError(
                 f"[questkv] batch: expected {self.batch_size} sequences as in the cache, got {batch}; use a new cache, "
@@ -107,31 +149,54 @@ class PagedState:
         Returns:
             [B, width, Hq, D].
         """
-        if not begun and new is not None and layer == self.paged_layers[0]:
-            self.begin(new[0].shape[0], new[0].shape[2], mask)
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):
+            # What autocast does to SDPA's arguments; inside, float32 stays float32.
+            dtype = torch.get_autocast_dtype(kind)
+            query, *pair = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, *(new or ())))
+            with torch.autocast(kind, enabled=False):
+                return self.attend(layer, query, (pair[0], pair[1]) if new else None, mask, softmax, begun=begun)
+        attended = self.attendance.attended
+        try:
+            if not begun and new is not None and (not self._is_under_way or layer in attended):
+                self.begin(new[0].shape[0], new[0].shape[2], mask)
+            out = self._attend(layer, query, new, softmax)
+            if self.observer is not None:
+                self.observer(layer, query, softmax)
+        except BaseException:
+            self._undo()
+            raise
+        if layer not in attended:
+            attended.add(layer)
+            if self.attendance.is_complete:
+                self._commit()
+        return out
+
+    def _attend(
+        self, layer: int, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None, softmax: Softmax
+    ) -> torch.Tensor:
         fresh = None if new is None else self._write(layer, *new)
         group = self._group_of(layer)
         if group is None or group.plan is None or self._forward is None:
             raise CacheMismatchError(
                 f"[questkv] layer {layer}: expected its keys and values in the cache, got none yet"
             )
-        tokens = self._forward.pack(query)
+        columns, asked = self._forward, None
+        if new is None and query.shape[2] < columns.width:
+            # A layer that reads another one's keys may be asked for the last columns only (Gemma 4).
+            columns = columns.last(query.shape[2])
+            asked = columns.counts
+        tokens = columns.pack(query)
         if fresh is None:
-            out = group.attend(layer, tokens, softmax, self.counts)
+            out = group.attend(layer, tokens, softmax, self.counts, asked)
         else:
             out = group.step(layer, tokens, *fresh, softmax, self.counts)
-        if self.observer is not None:
-            self.observer(layer, query, softmax)
-        if layer not in self._attended:
-            self._attended.add(layer)
-            if len(self._attended) == len(self.paged_layers):
-                self._commit()
-        return self._forward.unpack(out)
+        return columns.unpack(out)
 
     def keys_values(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `QuestCache.keys_values`."""
         group = self._group_of(layer)
-        if group is None:
+        if group is None or layer in self.attendance.behind:
             raise CacheMismatchError(f"[keys_values] layer: expected a paged layer that holds tokens, got {layer}")
         keys, values = group.batch.keys_values(group.layers[layer], sequence)
         return keys.to(group.pool.geometry.dtype), values.to(group.pool.geometry.dtype)
@@ -146,19 +211,33 @@ class PagedState:
             assert self._forward is not None
             packed = self._forward.pack(keys), self._forward.pack(values)
             group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
-            self._attended.add(layer)
+            self.attendance.attended.add(layer)
         self._commit()
 
     def settle(self) -> None:
-        """Undo a forward that didn't reach the last paged layer."""
-        if self._forward is not None and len(self._attended) < len(self.paged_layers):
+        """End the last forward: undo it if it was interrupted.
+
+        Raises:
+            CacheMismatchError: It ended as the one before, and nobody knows whether an exception ended them; the cache is
+                as it was before the two.
+        """
+        try:
+            if self._is_under_way:
+                self.attendance.take_back()
+        finally:
+            self._undo()
+
+    def _undo(self) -> None:
+        """Forget the forward that is under way, if one is."""
+        if self._is_under_way:
             for group in self.groups.values():
                 group.batch.undo()
             if not self.columns:
                 # Nothing was ever complete, so the next forward may bring another batch.
                 self.groups.clear()
+            self.attendance.is_watched = False
         self._forward = None
-        self._attended.clear()
+        self.attendance.attended.clear()
 
     def check_crop(self, tokens: int) -> None:
         """Raise ValueError where `crop` would."""
@@ -191,6 +270,7 @@ class PagedState:
             group.batch.free()
         self.groups.clear()
         self.columns, self.real = 0, None
+        self.attendance = Attendance(self.paged_layers)
         self.counts.clear()
 
     def fork(self, config: QuestConfig) -> PagedState:
@@ -204,6 +284,7 @@ class PagedState:
         self.settle()
         other = PagedState(config, self.paged_layers, self.max_tokens)
         other.columns, other.real = self.columns, self.real
+        other.attendance = self.attendance.fork()
         for geometry, group in self.groups.items():
             other.groups[geometry] = Group(group.pool, group.batch.fork(), dict(group.layers))
         return other
@@ -212,7 +293,12 @@ class PagedState:
         """Write a layer's new tokens, or give them back packed for `Group.step` to write where each is a row."""
         if self._forward is None or (keys.shape[0], keys.shape[2]) != (self._forward.batch, self._forward.width):
             raise CacheMismatchError(
-                f"[questkv] layer {layer}: expected the tokens that layer {self.paged_layers[0]} got in this forward"
+                f"[questkv] layer {layer}: expected the tokens that the layers before it got in this forward"
+            )
+        if layer in self.attendance.behind or (self.columns and self._group_of(layer) is None):
+            raise CacheMismatchError(
+                f"[questkv] layer {layer}: expected it in every forward, an earlier one left it out, so it lacks tokens; "
+                "use a new cache"
             )
         if keys.shape[-1] != values.shape[-1]:
             raise UnsupportedError(
@@ -255,9 +341,13 @@ class PagedState:
             )
             added = new if new is not None else torch.ones(batch, width, dtype=torch.bool, device=device)
             self.real = torch.cat([past, added], dim=1)
-        self.columns += width
+        left_out = self.attendance.complete()
         for group in self.groups.values():
+            for layer in left_out & group.layers.keys():
+                self.attendance.behind.add(layer)
+                group.batch.written(group.layers[layer])
             group.batch.settle()
+        self.columns += width
 
     def _group_of(self, layer: int) -> Group | None:
         """The layer's group, None before its first token."""

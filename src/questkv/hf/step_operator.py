@@ -69,7 +69,8 @@ def step(
     cache = _caches.get(int(handle))
     if cache is None:
         raise CacheMismatchError(f"[step] handle: expected that of a living QuestCache, got {int(handle)}")
-    return cache.step(layer, query, key, value, Softmax(scale, softcap, sinks)).contiguous()
+    # The graph expects the query's type, under autocast too.
+    return cache.step(layer, query, key, value, Softmax(scale, softcap, sinks)).to(query.dtype).contiguous()
 
 
 def _fake_step(

@@ -48,7 +48,7 @@ class HeldLayer(CacheLayerMixin):
         if key_states.shape[0] != 1:
             raise UnsupportedError(f"[policies] batch: expected one sequence, got {key_states.shape[0]}")
         self._new = (key_states[0], value_states[0])
-        handle = PagedKeys.of(self, key_states)
+        handle = PagedKeys.of(self, key_states, value_states)
         return handle, handle
 
     @torch.no_grad()

@@ -1,0 +1,91 @@
+"""Telling a cache when a forward of its model begins and when it has returned.
+
+A cache sees the layers' calls only, so by itself it can't tell a forward that an exception ended from one of a model
+that leaves layers out. The model's own forward can: it returns, or it doesn't.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
+
+import torch
+from transformers import PreTrainedModel
+
+_watched: WeakSet[PreTrainedModel] = WeakSet()
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """A cache that wants to know of its model's forwards."""
+
+    def forward_begins(self, model: PreTrainedModel) -> None:
+        """A forward that was given this cache begins."""
+
+    def forward_returned(self) -> None:
+        """It has returned: every layer that it runs has run."""
+
+
+@contextmanager
+def watching(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block, a model's forward tells the cache that it is given."""
+    hooks = _add_hooks(model)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def watch(model: PreTrainedModel) -> None:
+    """`watching` for as long as the model lives, for those who give a cache to a model and attach nothing."""
+    if model not in _watched:
+        _add_hooks(model)
+        _watched.add(model)
+
+
+def running_model() -> PreTrainedModel | None:
+    """The model whose forward is running: the outermost one among the callers, None if there is none.
+
+    For the first forward of a model that nobody watches yet.
+    """
+    found = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(owner, PreTrainedModel):
+            found = owner
+        elif found is not None and frame.f_code.co_name == "generate":
+            break  # what lies above is another model's, which this one drafts for
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def attention_layers(model: torch.nn.Module) -> set[int]:
+    """The numbers of the layers that a model has, which may be fewer than its config says (pruned models)."""
+    numbers = (getattr(module, "layer_idx", None) for module in model.modules())
+    return {number for number in numbers if isinstance(number, int)}
+
+
+def _add_hooks(model: PreTrainedModel) -> list[Any]:
+    return [
+        model.register_forward_pre_hook(_begins, with_kwargs=True),
+        model.register_forward_hook(_returned, with_kwargs=True),
+    ]
+
+
+def _begins(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for cache in _watchers(args, kwargs):
+        cache.forward_begins(model)
+
+
+def _returned(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    for cache in _watchers(args, kwargs):
+        cache.forward_returned()
+
+
+def _watchers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Watcher]:
+    return (value for value in (*args, *kwargs.values()) if isinstance(value, Watcher))
