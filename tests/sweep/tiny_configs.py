@@ -116,6 +116,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "mamba2": {"num_heads": 8},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
@@ -151,6 +152,7 @@ def _small(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> A
     known = _fields(config_class)
     layers = own.get("num_hidden_layers", _layers(default))
     small: dict[str, Any] = {name: size for name, size in _SIZES.items() if name in known}
+    small |= {name: None for name in ("sliding_window", "attention_chunk_size") if vars(default).get(name, 0) is None}
     small |= {name: layers for name in _LAYERS if name in known}
     for name in known:
         value = vars(default).get(name)

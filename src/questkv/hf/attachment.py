@@ -17,6 +17,7 @@ from questkv.hf.cache import QuestCache
 from questkv.hf.compiled import arguments_of, compiled_step
 from questkv.hf.linear_layers import fast_linear_layers
 from questkv.hf.prefill import cache_argument
+from questkv.hf.support import check_cache_implementation, check_model
 from questkv.hf.watch import watching
 
 _COMPILES = "_questkv_compiles"
@@ -66,6 +67,7 @@ def attach(
 
     Raises:
         TypeError: `config` is something else; the model is as it was.
+        UnsupportedError: A model of this class can't decode from pages; the message says why, and the model is as it was.
         UnsupportedError: With `compile`, from a decode step of a model that torch.compile can't take as one graph, or
             at once where the model's forward was replaced. Nothing falls back to the uncompiled step.
 
@@ -76,12 +78,14 @@ def attach(
     """
     if config is not None and not isinstance(config, QuestConfig):
         raise TypeError(f"[attach] config: expected a QuestConfig, got {type(config).__name__}")
+    check_model(model)
     attachment = Attachment(model, config if config is not None else QuestConfig())
     names = ("cache", "past_key_values")
     cache_name = cache_argument(model)
     generate = model.generate
 
     def generate_with_cache(*args: Any, **kwargs: Any) -> Any:
+        check_cache_implementation(model, kwargs)
         if not any(kwargs.get(name) is not None for name in names) and kwargs.get("use_cache", True):
             kwargs[cache_name] = attachment.new_cache()
         return generate(*args, **kwargs)

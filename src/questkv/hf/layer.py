@@ -86,6 +86,10 @@ class PagedLayer(CacheLayerMixin):
         self.index = index
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def over(self, state: PagedState) -> PagedLayer:
+        """The same layer over another state (a fork's)."""
+        return PagedLayer(state, self.index)
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: storage is made when tokens are written."""
 

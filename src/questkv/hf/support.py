@@ -1,0 +1,90 @@
+"""Which models can't decode from pages, and why: what is known before a forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from questkv.errors import UnsupportedError
+
+# How a reader knows what transformers' cache layers belong to.
+_KINDS: Mapping[type, str] = {
+    DynamicLayer: "full attention",
+    DynamicSlidingWindowLayer: "sliding windows",
+    DynamicIndexedLayer: "an indexer's sparse attention",
+    LinearAttentionLayer: "linear attention",
+    LinearAttentionAndSlidingWindowAttentionLayer: "sliding windows beside linear attention",
+}
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse a model whose class can't decode from pages, as far as that can be told before a forward.
+
+    Args:
+        model: Any model of transformers.
+
+    Raises:
+        UnsupportedError: It can't; the message says why.
+    """
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"[attach] model: expected a decoder-only language model, got {name}, an encoder-decoder model; run it "
+            "without questkv"
+        )
+    names = inspect.signature(type(model).forward).parameters
+    if not {"cache", "past_key_values"} & names.keys() or not model._supports_default_dynamic_cache():
+        raise UnsupportedError(
+            f"[attach] model: expected a class that keeps its keys and values in transformers' cache, got {name}, which "
+            "keeps a state of its own; run it without questkv"
+        )
+    text = config.get_text_config(decoder=True)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config is text and not module._can_set_attn_implementation():
+            raise UnsupportedError(
+                f"[attach] model: expected a class whose attention goes through transformers' attention interface, got "
+                f"{type(module).__name__}, which computes attention by itself; run it without questkv"
+            )
+
+
+def check_cache_implementation(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call of `generate` that asks for a cache of transformers' by name.
+
+    Args:
+        model: The model.
+        kwargs: The call's keyword arguments.
+
+    Raises:
+        UnsupportedError: It does; the message says where.
+    """
+    config = kwargs.get("generation_config") or model.generation_config
+    for where, name in (
+        ("cache_implementation", kwargs.get("cache_implementation")),
+        ("generation_config.cache_implementation", getattr(config, "cache_implementation", None)),
+    ):
+        # "dynamic" is what transformers takes where nothing is asked for; "hybrid" is an old name that it drops.
+        if name not in (None, "dynamic", "hybrid"):
+            raise UnsupportedError(
+                f"[attach] {where}: expected None, since inside `attach` the cache is a QuestCache, got {name!r}; leave "
+                "it out, or call generate outside"
+            )
+
+
+def refuse_layers(model_type: str, layers: Sequence[Any]) -> UnsupportedError:
+    """The error for a model that has no layer to page."""
+    kinds = list(dict.fromkeys(_KINDS.get(type(layer), type(layer).__name__) for layer in layers))
+    held = " and ".join(kinds) if kinds else "no layers at all"
+    return UnsupportedError(
+        f"[QuestCache] model_config: expected a model with full-attention layers, got {model_type}, whose layers have "
+        f"{held} only; their memory doesn't grow with the context as a full cache does, so there is nothing to page"
+    )
