@@ -1,4 +1,4 @@
-"""Models that run fewer layers than their config promises: the forward is complete without them, or an error says so."""
+"""Models that run fewer layers than their config promises: a forward is complete without them, or an error says so."""
 
 from __future__ import annotations
 

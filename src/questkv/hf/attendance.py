@@ -14,8 +14,8 @@ from questkv.hf.watch import attention_layers, running_model, watch
 class Attendance:
     """The layers of a cache's forwards.
 
-    A forward is complete when every layer that the model has and runs has attended. A model may lack layers of its config
-    (pruned models) or leave some out as it runs; the second shows when a watched forward returns without them.
+    A forward is complete when every layer that the model has and runs has attended. A model may lack layers of its
+    config (pruned models) or leave some out as it runs; the second shows when a watched forward returns without them.
 
     Args:
         paged_layers: The layers that the config promises.
@@ -93,7 +93,7 @@ class Attendance:
     def _error(self) -> CacheMismatchError:
         missing = ", ".join(map(str, sorted(self._expected - self.attended)))
         return CacheMismatchError(
-            f"[QuestCache] forward: expected the layers {missing} of the model's config to attend, forwards end without "
-            "them: the model leaves them out, and an earlier forward was undone as if it had been interrupted; start again "
-            "with a new cache inside questkv.attach(model)"
+            f"[QuestCache] forward: expected the layers {missing} of the model's config to attend, forwards end "
+            "without them: the model leaves them out, and an earlier forward was undone as if it had been "
+            "interrupted; start again with a new cache inside questkv.attach(model)"
         )

@@ -31,7 +31,7 @@ def mark_own_layer(keys: torch.Tensor) -> None:
 
 
 def questkv_mask(**kwargs: Any) -> torch.Tensor | None:
-    """Mask function: the 2-D padding mask (or None) for paged layers, SDPA's own mask for local ones."""
+    """Mask function: the padding mask [B, 1, 1, columns] (or None) for paged layers, SDPA's own for local ones."""
     # transformers names the window's size for sliding and chunked layers only.
     if kwargs.get("local_size") is not None:
         mask: torch.Tensor | None = sdpa_mask(**kwargs)
@@ -42,8 +42,9 @@ def questkv_mask(**kwargs: Any) -> torch.Tensor | None:
             "another attention implementation for this input"
         )
     padding: torch.Tensor | None = kwargs.get("attention_mask")
-    # The cache compares the whole of it with what it knows of the tokens that it holds.
-    return padding
+    # The cache compares the whole of it with what it knows of the tokens that it holds. It gets two more dimensions: a
+    # model may cut the queries of its masks (Gemma 4).
+    return None if padding is None else padding[:, None, None]
 
 
 def questkv_attention(
@@ -85,12 +86,8 @@ def questkv_attention(
     if handle is not None:
         return torch.ops.questkv.step(handle, module.layer_idx, query, key, value, scale, softcap, s_aux), None
     if isinstance(key, PagedKeys):
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise UnsupportedError(
-                f"[questkv] attention_mask: expected a 2-D padding mask, got {attention_mask.ndim} dimensions; custom "
-                "masks are not supported"
-            )
-        out = key.layer.attend(query, attention_mask, Softmax(scale, softcap, s_aux))
+        padding = None if attention_mask is None else _padding(attention_mask)
+        out = key.layer.attend(query, padding, Softmax(scale, softcap, s_aux))
         return refuse_backward(out, query, *key.sources), None
     if not getattr(key, _OWN_LAYER, False):
         raise CacheMismatchError(
@@ -164,6 +161,18 @@ def capped_attention(
     weights = logits.softmax(dim=-1)[..., :tokens].nan_to_num(nan=0.0)
     out: torch.Tensor = weights @ value.float().unsqueeze(2)
     return out.flatten(1, 2).transpose(1, 2).to(query.dtype)
+
+
+def _padding(mask: torch.Tensor) -> torch.Tensor:
+    """[B, columns] of the padding mask that `questkv_mask` made, or that a caller gave as such."""
+    if mask.ndim == 2:
+        return mask
+    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
+        raise UnsupportedError(
+            f"[questkv] attention_mask: expected a 2-D padding mask, got {mask.ndim} dimensions; custom masks are not "
+            "supported"
+        )
+    return mask[:, 0, 0]
 
 
 def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:

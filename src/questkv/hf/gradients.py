@@ -30,6 +30,6 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise UnsupportedError(
-            "[questkv] backward: expected no gradients through the paged attention, got a backward pass; compute them with "
-            "another attention implementation and cache"
+            "[questkv] backward: expected no gradients through the paged attention, got a backward pass; compute them "
+            "with another attention implementation and cache"
         )

@@ -75,8 +75,8 @@ class PagedState:
         """A watched forward has returned: the layers that haven't attended don't run in this model.
 
         Raises:
-            CacheMismatchError: No paged layer has attended; or an earlier forward, which nobody watched, was taken for an
-                interrupted one because it left the same layers out.
+            CacheMismatchError: No paged layer has attended; or an earlier forward, which nobody watched, was taken for
+                an interrupted one because it left the same layers out.
         """
         if not self.attendance.is_watched:
             return
@@ -90,8 +90,8 @@ class PagedState:
             self._commit()
         elif self.columns == self._columns_before:
             raise CacheMismatchError(
-                "[QuestCache] forward: expected its tokens in the cache, it returned without writing any: no paged layer "
-                "of the model has attended"
+                "[QuestCache] forward: expected its tokens in the cache, it returned without writing any: no paged "
+                "layer of the model has attended"
             )
 
     def begin(self, batch: int, width: int, mask: torch.Tensor | None) -> None:
@@ -104,8 +104,8 @@ class PagedState:
         """
         if self.attendance.is_watched and self._is_under_way:
             raise CacheMismatchError(
-                "[QuestCache] forward: expected every layer once in a forward, got one again before the others: the model "
-                "runs a layer twice, or its forward was interrupted and then called without its hooks"
+                "[QuestCache] forward: expected every layer once in a forward, got one again before the others: the "
+                "model runs a layer twice, or its forward was interrupted and then called without its hooks"
             )
         self.settle()
         self.attendance.find_model()
@@ -218,8 +218,8 @@ class PagedState:
         """End the last forward: undo it if it was interrupted.
 
         Raises:
-            CacheMismatchError: It ended as the one before, and nobody knows whether an exception ended them; the cache is
-                as it was before the two.
+            CacheMismatchError: It ended as the one before, and nobody knows whether an exception ended them; the cache
+                is as it was before the two.
         """
         try:
             if self._is_under_way:
@@ -297,8 +297,8 @@ class PagedState:
             )
         if layer in self.attendance.behind or (self.columns and self._group_of(layer) is None):
             raise CacheMismatchError(
-                f"[questkv] layer {layer}: expected it in every forward, an earlier one left it out, so it lacks tokens; "
-                "use a new cache"
+                f"[questkv] layer {layer}: expected it in every forward, an earlier one left it out, so it lacks "
+                "tokens; use a new cache"
             )
         if keys.shape[-1] != values.shape[-1]:
             raise UnsupportedError(
