@@ -152,7 +152,8 @@ def _small(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> A
     known = _fields(config_class)
     layers = own.get("num_hidden_layers", _layers(default))
     small: dict[str, Any] = {name: size for name, size in _SIZES.items() if name in known}
-    small |= {name: None for name in ("sliding_window", "attention_chunk_size") if vars(default).get(name, 0) is None}
+    unlimited = [name for name in ("sliding_window", "attention_chunk_size") if name in known]
+    small |= {name: None for name in unlimited if vars(default).get(name, 0) is None}
     small |= {name: layers for name in _LAYERS if name in known}
     for name in known:
         value = vars(default).get(name)

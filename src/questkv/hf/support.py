@@ -83,8 +83,7 @@ def check_cache_implementation(model: PreTrainedModel, kwargs: Mapping[str, Any]
 def refuse_layers(model_type: str, layers: Sequence[Any]) -> UnsupportedError:
     """The error for a model that has no layer to page."""
     kinds = list(dict.fromkeys(_KINDS.get(type(layer), type(layer).__name__) for layer in layers))
-    held = " and ".join(kinds) if kinds else "no layers at all"
     return UnsupportedError(
         f"[QuestCache] model_config: expected a model with full-attention layers, got {model_type}, whose layers have "
-        f"{held} only; their memory doesn't grow with the context as a full cache does, so there is nothing to page"
+        f"{' and '.join(kinds) or 'no attention'} only; run it without questkv"
     )
