@@ -31,6 +31,7 @@ REASONS = {
     "adds a bias by position to the logits": r"position_bias: expected None, got",
     "its values are narrower than its keys": r"values: expected the keys' head dim",
     "computes with the keys that it has cached": r"cached keys and values: expected",
+    "copies its cache's layers, to run its own several times": r"expected a model that runs each layer once in a forward",
     "attends one set of keys with several sets of values": r"values: expected those that were cached",
     "masks attention by a pattern of its own": r"attention_mask: expected a 2-D padding mask, got",
 }

@@ -55,7 +55,9 @@ _SIZES: dict[str, int] = {
         + ("mamba_dt_rank", "time_step_rank"),
         16,
     ),
-    **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(
+        ("vocab_size", "unpadded_vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCABULARY
+    ),
     **dict.fromkeys(
         ("sliding_window", "sliding_window_size", "attention_chunk_size", "local_attention", "window_size")
         + ("attention_window_size", "local_attention_window_len", "keep_window_size"),
@@ -96,7 +98,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dots1": {"n_shared_experts": 1},
-    "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1},
+    "dory": {"num_hidden_layers": 6, "n_input_layers": 1, "n_output_layers": 1},
     "dots3_note_text": {
         "num_key_value_heads": _HEADS,
         "head_dim": 2 * _HEAD_DIM,
@@ -163,6 +165,9 @@ def _small(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> A
             small[name] = type(value)(value[:layers])
     if "kv_lora_rank" in known:  # multi-head latent attention has no groups, and values narrower than keys
         small |= {"num_key_value_heads": _HEADS} if "num_key_value_heads" in known else {}
+        sizes = vars(default)
+        if sizes.get("v_head_dim") == sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]:
+            small["v_head_dim"] = 2 * _HEAD_DIM
     small |= {name: 0 for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in known}
     small |= {"is_decoder": True} if "is_decoder" in known else {}
     special = sorted(name for name in known if name.endswith(("_token_id", "_token_index")) and name not in small)

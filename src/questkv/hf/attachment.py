@@ -67,7 +67,8 @@ def attach(
 
     Raises:
         TypeError: `config` is something else; the model is as it was.
-        UnsupportedError: A model of this class can't decode from pages; the message says why, and the model is as it was.
+        UnsupportedError: A model of this class can't decode from pages; the message says why, the model is as it
+            was.
         UnsupportedError: With `compile`, from a decode step of a model that torch.compile can't take as one graph, or
             at once where the model's forward was replaced. Nothing falls back to the uncompiled step.
 

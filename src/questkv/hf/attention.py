@@ -12,10 +12,11 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.gradients import refuse_backward
 from questkv.hf.group import Softmax
+from questkv.hf.layer import NAME as NAME
 from questkv.hf.layer import PagedKeys
 from questkv.hf.step_operator import HANDLE
+from questkv.hf.transformed import TransformedStates
 
-NAME = "questkv"
 _OWN_LAYER = "_questkv_own_layer"
 
 
@@ -85,7 +86,8 @@ def questkv_attention(
     handle = kwargs.get(HANDLE)
     if handle is not None:
         return torch.ops.questkv.step(handle, module.layer_idx, query, key, value, scale, softcap, s_aux), None
-    if isinstance(key, PagedKeys):
+    if isinstance(key, PagedKeys | TransformedStates):
+        key = _handle_of(key, value)
         padding = None if attention_mask is None else _padding(attention_mask)
         out = key.layer.attend(query, padding, Softmax(scale, softcap, s_aux))
         return refuse_backward(out, query, *key.sources), None
@@ -161,6 +163,19 @@ def capped_attention(
     weights = logits.softmax(dim=-1)[..., :tokens].nan_to_num(nan=0.0)
     out: torch.Tensor = weights @ value.float().unsqueeze(2)
     return out.flatten(1, 2).transpose(1, 2).to(query.dtype)
+
+
+def _handle_of(key: torch.Tensor, value: torch.Tensor) -> PagedKeys:
+    """The handle of new keys and values, as the cache gave it or as the model has changed them."""
+    if isinstance(key, PagedKeys) and isinstance(value, PagedKeys) and key.layer is value.layer:
+        return key
+    if isinstance(key, TransformedStates) and isinstance(value, TransformedStates) and key.layer is value.layer:
+        handle: PagedKeys = key.layer.replace(key.as_subclass(torch.Tensor), value.as_subclass(torch.Tensor))
+        return handle
+    raise UnsupportedError(
+        "[questkv] values: expected those that were cached with the keys, got others; models that attend one set of "
+        "keys with several sets of values are not supported"
+    )
 
 
 def _padding(mask: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
 from questkv.config import QuestConfig
@@ -76,7 +77,9 @@ class QuestCache(Cache):
             raise refuse_layers(model_config.model_type, layers)
         _warn_if_few(len(paged), len(layers))
         self.state = PagedState(self.config, paged, max_tokens)
-        super().__init__(layers=[self._paged(i, layer) if i in paged else layer for i, layer in enumerate(layers)])
+        super().__init__(
+            layers=[self._paged(i, own, model_config) if i in paged else own for i, own in enumerate(layers)]
+        )
         # The layer whose update begins a forward.
         self._first_layer = next(
             i for i, layer in enumerate(layers) if i in paged or getattr(layer, "is_sliding", False)
@@ -233,8 +236,7 @@ class QuestCache(Cache):
         other.config = self.config if config is None else config
         other.state = self.state.fork(other.config)
         other.layers = [
-            layer.over(other.state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer)
-            for layer in self.layers
+            layer.over(other.state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer) for layer in self.layers
         ]
         return other
 
@@ -281,11 +283,12 @@ class QuestCache(Cache):
         for layer in self._own_layers():
             layer.batch_select_indices(indices)
 
-    def _paged(self, index: int, own: CacheLayerMixin) -> PagedLayer:
+    def _paged(self, index: int, own: CacheLayerMixin, model_config: PreTrainedConfig) -> PagedLayer:
         """What takes the place of a layer of transformers' that holds every token's keys and values."""
         if isinstance(own, LinearAttentionCacheLayerMixin):
-            return PagedHybridLayer.beside(self.state, index, own.number_of_states)
-        return PagedLayer(self.state, index)
+            linear = LinearAttentionLayer(number_of_states=own.number_of_states)
+            return PagedHybridLayer(self.state, index, model_config, linear)
+        return PagedLayer(self.state, index, model_config)
 
     def _own_layers(self) -> list[Any]:
         """The layers that are transformers' own, and what a layer keeps besides its pages."""

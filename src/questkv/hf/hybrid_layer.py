@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from questkv.hf.layer import PagedLayer
@@ -20,24 +21,22 @@ class PagedHybridLayer(PagedLayer, LinearAttentionCacheLayerMixin):
     Args:
         state: What the cache's paged layers share.
         index: The model's layer.
-        linear: What keeps the states; None for a new one.
+        model_config: The model's config, for what an error says.
+        linear: What keeps the convolution and recurrent states.
 
     Attributes:
         linear: The layer's other half.
     """
 
-    def __init__(self, state: PagedState, index: int, linear: LinearAttentionLayer) -> None:
-        PagedLayer.__init__(self, state, index)
+    def __init__(
+        self, state: PagedState, index: int, model_config: PreTrainedConfig, linear: LinearAttentionLayer
+    ) -> None:
+        PagedLayer.__init__(self, state, index, model_config)
         self.linear = linear
-
-    @classmethod
-    def beside(cls, state: PagedState, index: int, number_of_states: int) -> PagedHybridLayer:
-        """A layer that holds nothing yet, with that many convolution and recurrent states."""
-        return cls(state, index, LinearAttentionLayer(number_of_states=number_of_states))
 
     def over(self, state: PagedState) -> PagedHybridLayer:
         """The same layer over another state, with a copy of its recurrent states."""
-        return PagedHybridLayer(state, self.index, copy.deepcopy(self.linear))
+        return PagedHybridLayer(state, self.index, self.model_config, copy.deepcopy(self.linear))
 
     @property
     def is_croppable(self) -> bool:

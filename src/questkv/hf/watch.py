@@ -7,6 +7,7 @@ that leaves layers out. The model's own forward can: it returns, or it doesn't.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
@@ -65,9 +66,14 @@ def running_model() -> PreTrainedModel | None:
 
 
 def attention_layers(model: torch.nn.Module) -> set[int]:
-    """The numbers of the layers that a model has, which may be fewer than its config says (pruned models)."""
-    numbers = (getattr(module, "layer_idx", None) for module in model.modules())
-    return {number for number in numbers if isinstance(number, int)}
+    """The numbers of the layers that a model has, fewer than its config says in a pruned one; empty if not known."""
+    numbers = Counter(
+        (type(module), module.layer_idx)
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+    )
+    # Stacks that share numbers run several times in a forward and give the cache others (HRM).
+    return set() if max(numbers.values(), default=0) > 1 else {number for _, number in numbers}
 
 
 def _add_hooks(model: PreTrainedModel) -> list[Any]:
