@@ -120,6 +120,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

@@ -1,4 +1,4 @@
-"""A tiny model of any causal language model class of transformers, with random weights under which attention matters."""
+"""A tiny model of any causal language model class of transformers, with weights under which attention matters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def tiny_model(model_type: str) -> tuple[Any, bool]:
         NotBuilt: The class can't be built.
     """
     try:
-        config = tiny_config(model_type)
-        bare = None if _has_full_layer(config) else _windowless(model_type)
-        return draw(config if bare is None else bare), bare is not None
+        model = draw(tiny_config(model_type))
+        if _has_full_layer(model.config) or (bare := _windowless(model_type)) is None:
+            return model, False
+        return draw(bare), True
     except _NO_CONFIG as error:
         raise NotBuilt(f"{type(error).__name__}: {error}") from error
 

@@ -15,25 +15,22 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
-from questkv.hf.attention import local_attention, mark_own_layer
+from questkv.hf.attention import mark_own_layer
 from questkv.hf.group import Softmax
 from questkv.hf.hybrid_layer import PagedHybridLayer
 from questkv.hf.layer import PagedLayer
+from questkv.hf.local_attention import local_attention
 from questkv.hf.report import CacheReport, LayerReport
 from questkv.hf.state import Observer, PagedState
 from questkv.hf.step_operator import new_handle
-from questkv.hf.support import refuse_layers
+from questkv.hf.support import paged_layers
 
-# transformers' layers that hold every token's keys and values, and so are paged.
-_ATTENDS = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 # A model with no more than this share of full-attention layers has no slack for pages that a score missed.
 _FEW_GLOBAL_LAYERS = 0.25
 
@@ -72,9 +69,7 @@ class QuestCache(Cache):
         layers = DynamicCache(config=model_config).layers
         # They hold an image's or another input's keys, and don't run where there is none.
         cross = getattr(model_config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-        paged = [i for i, layer in enumerate(layers) if type(layer) in _ATTENDS and i not in cross]
-        if not paged:
-            raise refuse_layers(model_config.model_type, layers)
+        paged = [i for i in paged_layers(model_config.model_type, layers) if i not in cross]
         _warn_if_few(len(paged), len(layers))
         self.state = PagedState(self.config, paged, max_tokens)
         super().__init__(

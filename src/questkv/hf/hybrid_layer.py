@@ -39,7 +39,7 @@ class PagedHybridLayer(PagedLayer, LinearAttentionCacheLayerMixin):
         return PagedHybridLayer(state, self.index, self.model_config, copy.deepcopy(self.linear))
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether a crop leaves no trace: a recurrent state can't be taken back."""
         return bool(self.linear.is_croppable)
 

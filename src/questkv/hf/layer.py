@@ -155,15 +155,15 @@ class PagedLayer(CacheLayerMixin):
         if self.model_config.get_text_config(decoder=True)._attn_implementation != NAME:
             return _mismatch()
         return UnsupportedError(
-            "[questkv] cached keys and values: expected the attention function to be the first that computes with all of "
-            f"them, got the model's own computation ({name}); run this model without questkv"
+            "[questkv] cached keys and values: expected the attention function to be the first that computes with all "
+            f"of them, got the model's own computation ({name}); run this model without questkv"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedLayer:
         """Refused: its pages belong to the whole cache. Models that run their layers several times do so."""
         raise UnsupportedError(
-            f"[QuestCache] layer {self.index}: expected a model that runs each layer once in a forward, or a copy of the "
-            "whole cache, got a copy of one layer; run this model without questkv"
+            f"[QuestCache] layer {self.index}: expected a model that runs each layer once in a forward, or a copy of "
+            "the whole cache, got a copy of one layer; run this model without questkv"
         )
 
     @torch.no_grad()

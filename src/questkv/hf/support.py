@@ -8,9 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
+    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
@@ -23,8 +25,13 @@ _KINDS: Mapping[type, str] = {
     DynamicSlidingWindowLayer: "sliding windows",
     DynamicIndexedLayer: "an indexer's sparse attention",
     LinearAttentionLayer: "linear attention",
+    LinearAttentionAndFullAttentionLayer: "full attention beside linear attention",
     LinearAttentionAndSlidingWindowAttentionLayer: "sliding windows beside linear attention",
+    DummyLayer: "none",
 }
+_PAGED = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+# Kinds that stay transformers' own beside paged ones.
+_OWN = (DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer, DummyLayer)
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -45,8 +52,8 @@ def check_model(model: PreTrainedModel) -> None:
     names = inspect.signature(type(model).forward).parameters
     if not {"cache", "past_key_values"} & names.keys() or not model._supports_default_dynamic_cache():
         raise UnsupportedError(
-            f"[attach] model: expected a class that keeps its keys and values in transformers' cache, got {name}, which "
-            "keeps a state of its own; run it without questkv"
+            f"[attach] model: expected a class that keeps its keys and values in transformers' cache, got {name}, "
+            "which keeps none or a state of its own; run it without questkv"
         )
     text = config.get_text_config(decoder=True)
     for module in model.modules():
@@ -75,15 +82,33 @@ def check_cache_implementation(model: PreTrainedModel, kwargs: Mapping[str, Any]
         # "dynamic" is what transformers takes where nothing is asked for; "hybrid" is an old name that it drops.
         if name not in (None, "dynamic", "hybrid"):
             raise UnsupportedError(
-                f"[attach] {where}: expected None, since inside `attach` the cache is a QuestCache, got {name!r}; leave "
-                "it out, or call generate outside"
+                f"[attach] {where}: expected None, since inside `attach` the cache is a QuestCache, got {name!r}; "
+                "leave it out, or call generate outside"
             )
 
 
-def refuse_layers(model_type: str, layers: Sequence[Any]) -> UnsupportedError:
-    """The error for a model that has no layer to page."""
-    kinds = list(dict.fromkeys(_KINDS.get(type(layer), type(layer).__name__) for layer in layers))
-    return UnsupportedError(
-        f"[QuestCache] model_config: expected a model with full-attention layers, got {model_type}, whose layers have "
-        f"{' and '.join(kinds) or 'no attention'} only; run it without questkv"
-    )
+def paged_layers(model_type: str, layers: Sequence[Any]) -> list[int]:
+    """The layers to page: those of transformers' that hold every token's keys and values and attend to them all.
+
+    Args:
+        model_type: The config's.
+        layers: A cache's layers, as transformers makes them for a model.
+
+    Raises:
+        UnsupportedError: There are none; or some select tokens by a rule of their own, which no mask here is made for.
+    """
+    kinds = dict.fromkeys(type(layer) for layer in layers)
+    paged = [number for number, layer in enumerate(layers) if type(layer) in _PAGED]
+    if not paged:
+        names = " and ".join(_KINDS.get(kind, kind.__name__) for kind in kinds) or "no attention"
+        raise UnsupportedError(
+            f"[QuestCache] model_config: expected a model with full-attention layers, got {model_type}, whose layers "
+            f"have {names} only; run it without questkv"
+        )
+    others = [_KINDS.get(kind, kind.__name__) for kind in kinds if kind not in _PAGED and kind not in _OWN]
+    if others:
+        raise UnsupportedError(
+            f"[QuestCache] model_config: expected full attention, sliding windows and linear attention, got "
+            f"{model_type}, some of whose layers have {' and '.join(others)}; run it without questkv"
+        )
+    return paged

@@ -67,13 +67,10 @@ def running_model() -> PreTrainedModel | None:
 
 def attention_layers(model: torch.nn.Module) -> set[int]:
     """The numbers of the layers that a model has, fewer than its config says in a pruned one; empty if not known."""
-    numbers = Counter(
-        (type(module), module.layer_idx)
-        for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int)
-    )
+    layers = ((type(module), getattr(module, "layer_idx", None)) for module in model.modules())
+    times = Counter((kind, number) for kind, number in layers if isinstance(number, int))
     # Stacks that share numbers run several times in a forward and give the cache others (HRM).
-    return set() if max(numbers.values(), default=0) > 1 else {number for _, number in numbers}
+    return set() if max(times.values(), default=0) > 1 else {number for _, number in times}
 
 
 def _add_hooks(model: PreTrainedModel) -> list[Any]:
