@@ -10,16 +10,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 _watched: WeakSet[PreTrainedModel] = WeakSet()
 
 
-@runtime_checkable
 class Watcher(Protocol):
     """A cache that wants to know of its model's forwards."""
 
@@ -91,4 +90,5 @@ def _returned(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _watchers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Watcher]:
-    return (value for value in (*args, *kwargs.values()) if isinstance(value, Watcher))
+    given = (*args, *kwargs.values())
+    return (value for value in given if isinstance(value, Cache) and hasattr(value, "forward_returned"))
