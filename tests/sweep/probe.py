@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from questkv import QuestConfig, attach
 from questkv.errors import QuestKVError, UnsupportedError
@@ -65,15 +66,15 @@ class Answer:
     padded: torch.Tensor
 
 
-def outcome(model_type: str) -> Outcome:
-    """Build the class and see what questkv does with it.
+def outcome(model_type: str, auto: Any = AutoModelForCausalLM) -> Outcome:
+    """Build the class that an auto class of transformers has for a model type, and see what questkv does with it.
 
     Raises:
         AssertionError: It gives another answer than transformers, reads every page at a small budget, or refuses for a
             reason that isn't known.
     """
     try:
-        model, windowless = tiny_model(model_type)
+        model, windowless = tiny_model(model_type, auto)
         expected = answer(model)
     except NotBuilt as error:
         return Outcome("not built", str(error))

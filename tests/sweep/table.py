@@ -1,6 +1,6 @@
 """The table of docs/models.md: what questkv does with every causal language model class of transformers.
 
-    PYTHONPATH=tests python -m sweep.table          # about a minute; writes docs/models.md
+PYTHONPATH=tests python -m sweep.table          # about a minute; writes docs/models.md
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_la
     "num_decoder_layers",
     "num_blocks",
 )
+_THREE_POSITIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 50},
@@ -121,6 +122,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "qwen2_vl_text": {"rope_parameters": _THREE_POSITIONS},
+    "qwen2_5_vl_text": {"rope_parameters": _THREE_POSITIONS},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

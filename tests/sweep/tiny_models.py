@@ -19,24 +19,28 @@ class NotBuilt(Exception):
     """A class of which no small model can be made, or that transformers itself can't run; the message says why."""
 
 
-def tiny_model(model_type: str) -> tuple[Any, bool]:
+def tiny_model(model_type: str, auto: Any = AutoModelForCausalLM) -> tuple[Any, bool]:
     """A small model in eval mode, and whether it is one without the sliding window that its class has by default.
 
     A class all of whose layers have a window by default, but that takes None for it too (Mistral), is built so.
+
+    Args:
+        model_type: As in transformers' mappings.
+        auto: Which of the mappings: one of transformers' auto classes.
 
     Raises:
         NotBuilt: The class can't be built.
     """
     try:
-        model = draw(tiny_config(model_type))
+        model = draw(tiny_config(model_type), auto)
         if _has_full_layer(model.config) or (bare := _windowless(model_type)) is None:
             return model, False
-        return draw(bare), True
+        return draw(bare, auto), True
     except _NO_CONFIG as error:
         raise NotBuilt(f"{type(error).__name__}: {error}") from error
 
 
-def draw(config: Any, seed: int = 0) -> Any:
+def draw(config: Any, auto: Any = AutoModelForCausalLM, seed: int = 0) -> Any:
     """A model of a configuration: SDPA's where the class has that, and weights of the same size in every layer.
 
     With the classes' own deviations every token of so small a model would look like every other.
@@ -44,9 +48,9 @@ def draw(config: Any, seed: int = 0) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
+            model = auto.from_config(copy.deepcopy(config), attn_implementation="sdpa")
         except ValueError:
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+            model = auto.from_config(copy.deepcopy(config), attn_implementation="eager")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim >= 2 and parameter.is_floating_point():

@@ -37,7 +37,7 @@ def questkv_mask(**kwargs: Any) -> torch.Tensor | None:
 
     Returns:
         For plain causal attention the padding mask [B, 1, 1, columns], or None. For any other pattern (an image whose
-        tokens see one another, packed sequences) SDPA's [B, 1, n, columns].
+        tokens see one another) SDPA's [B, 1, n, columns].
     """
     # transformers names the window's size for sliding and chunked layers only.
     if kwargs.get("local_size") is not None:

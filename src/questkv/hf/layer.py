@@ -72,8 +72,9 @@ class PagedKeys(torch.Tensor):
         if reads_form(func):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if is_token_wise(func):
-            return func(*(_without_handles(arg, name_of(func)) for arg in args), **(kwargs or {}))
-        raise _refusal_of(args, name_of(func))
+            given = {key: _without_handles(value, name_of(func)) for key, value in (kwargs or {}).items()}
+            return func(*(_without_handles(arg, name_of(func)) for arg in args), **given)
+        raise _refusal_of((*args, *(kwargs or {}).values()), name_of(func))
 
 
 def _without_handles(value: Any, name: str) -> Any:
@@ -137,6 +138,11 @@ class PagedLayer(CacheLayerMixin):
         """Keep [B, Hkv, n, D] keys and values for the attention function and return handles in their place."""
         self._new = new = (key_states, value_states)
         return PagedKeys.of(self, *new, stands_for=key_states), PagedKeys.of(self, *new, stands_for=value_states)
+
+    @property
+    def new(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """[B, Hkv, n, D] keys and values that wait for the attention function; None if another layer's are shared."""
+        return self._new
 
     def replace(self, keys: torch.Tensor, values: torch.Tensor) -> PagedKeys:
         """Keep what the model has made of the new keys and values instead; gives their handle.

@@ -1,7 +1,7 @@
-"""Masks of paged layers: padding, and patterns in which a token sees other tokens than those before it.
+"""Masks of paged layers: padding, and patterns in which a token sees other tokens than all before it.
 
-Tokens of an image see one another (Gemma 3), and rows of a packed batch don't see those of another. Such a run of new
-tokens is attended densely under its mask; the pages hold the same tokens as ever.
+Tokens of an image see one another (Gemma 3), and a caller may bring a mask of its own. Such a run of new tokens is
+attended densely under its mask; the pages hold the same tokens as ever.
 """
 
 from __future__ import annotations
@@ -73,9 +73,16 @@ def attend_by_pattern(layer: Any, query: torch.Tensor, mask: torch.Tensor, softm
         )
     known = layer.state.real
     real = torch.cat([torch.ones_like(pattern[:, 0, :past]) if known is None else known[:, :past], new], dim=1)
+    fresh = layer.new
     out = layer.attend(query, real, softmax)  # as if it were causal: for what it writes
     for sequence, rows in enumerate(new):
         keys, values = layer.state.keys_values(layer.index, sequence)
+        if fresh is not None:  # as they came, where pages hold them in eight bits
+            held = keys.shape[1] - int(rows.sum())
+            keys, values = (
+                torch.cat([old[:, :held], tokens[sequence][:, rows]], dim=1)
+                for old, tokens in zip((keys, values), fresh, strict=True)
+            )
         module = SimpleNamespace(num_key_value_groups=query.shape[1] // keys.shape[0], is_causal=False)
         seen = pattern[sequence, rows][:, real[sequence]]
         dense = query[sequence : sequence + 1, :, rows], keys[None], values[None]

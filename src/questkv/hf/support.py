@@ -79,8 +79,8 @@ def check_cache_implementation(model: PreTrainedModel, kwargs: Mapping[str, Any]
         ("cache_implementation", kwargs.get("cache_implementation")),
         ("generation_config.cache_implementation", getattr(config, "cache_implementation", None)),
     ):
-        # "dynamic" is what transformers takes where nothing is asked for; "hybrid" is an old name that it drops.
-        if name not in (None, "dynamic", "hybrid"):
+        # "hybrid" is an old default that transformers drops.
+        if name not in (None, "hybrid"):
             raise UnsupportedError(
                 f"[attach] {where}: expected None, since inside `attach` the cache is a QuestCache, got {name!r}; "
                 "leave it out, or call generate outside"

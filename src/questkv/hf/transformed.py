@@ -55,10 +55,11 @@ class TransformedStates(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute token by token; refuse all else."""
-        layer = next(state.layer for state in _states(args) if hasattr(state, "layer"))
+        kwargs = kwargs or {}
+        layer = next(state.layer for state in _states((*args, *kwargs.values())) if hasattr(state, "layer"))
         if not (reads_form(func) or is_token_wise(func)):
             raise layer.refusal(name_of(func))
-        out = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        out = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         for state in _states((out,)):
             state.layer = layer
         return out
