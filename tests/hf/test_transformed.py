@@ -1,4 +1,4 @@
-"""Keys and values that a model makes of what it has cached, token by token, before it attends: they are paged as made."""
+"""What a model makes of its cached tokens before it attends, token by token, is paged as it comes out."""
 
 from __future__ import annotations
 
