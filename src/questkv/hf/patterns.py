@@ -16,13 +16,24 @@ from questkv.hf.group import Softmax
 from questkv.hf.layer import PagedLayer
 from questkv.hf.local_attention import local_attention
 
-_PADDING = "_questkv_padding"
+
+class PaddingMask(torch.Tensor):
+    """[B, 1, 1, columns] bool that says which columns are real: a query sees those of them that lie before it.
+
+    A part of it is one too, since a model may cut the queries of its masks (Gemma 4); what is computed from it isn't.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as with any tensor."""
+        out = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        keeps = getattr(func, "__name__", "") in ("__getitem__", "to")
+        return out if keeps or not isinstance(out, PaddingMask) else out.as_subclass(torch.Tensor)
 
 
-def mark_padding(mask: torch.Tensor) -> torch.Tensor:
-    """Mark [B, 1, 1, columns] as a mask of padding: a query sees the columns before it that are True."""
-    setattr(mask, _PADDING, True)
-    return mask
+def mark_padding(mask: torch.Tensor) -> PaddingMask:
+    """Mark [B, 1, 1, columns] as a mask of padding."""
+    return mask.as_subclass(PaddingMask)
 
 
 def is_padding(mask: torch.Tensor, query: torch.Tensor) -> bool:
@@ -35,7 +46,7 @@ def is_padding(mask: torch.Tensor, query: torch.Tensor) -> bool:
     Raises:
         UnsupportedError: It's neither.
     """
-    if mask.ndim == 2 or getattr(mask, _PADDING, False):
+    if mask.ndim == 2 or (isinstance(mask, PaddingMask) and mask.shape[1:3] == (1, 1)):
         return True
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != query.shape[2]:
         raise UnsupportedError(
