@@ -77,7 +77,9 @@ def keep(target: Path, write: Callable[[Path], None]) -> None:
         files = sorted(partial.iterdir())
         manifest = {file.name: _digest(file) for file in files}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        readable = (partial / MANIFEST).stat().st_mode & 0o777
         for file in [*files, partial / MANIFEST]:
+            file.chmod(readable)  # as the umask has it: safetensors makes files that nobody else can read
             with file.open("rb+") as handle:
                 os.fsync(handle.fileno())
         try:
