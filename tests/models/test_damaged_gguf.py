@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from questkv.errors import ModelError, QuestKVError
+from questkv.errors import ModelError, QuestKVError, UnsupportedError
 from questkv.models import load_model
 from questkv.models.gguf.header import Array, read_header
 from tiny_gguf import write_tiny_gguf
 
-FILES, LOADED = 10_000, 150
+FILES, LOADED = 10_000, 60
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,8 @@ def test_a_file_of_the_other_byte_order_is_read(tmp_path: Path) -> None:
     path = tmp_path / "big.gguf"
     writer = gguf.GGUFWriter(str(path), "llama", endianess=gguf.GGUFEndian.BIG)
     writer.add_context_length(4096)
+    writer.add_embedding_length(32)
+    writer.add_block_count(0)
     writer.add_tensor("rope_freqs.weight", np.arange(1, 5, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -118,6 +120,12 @@ def altered(path: Path, key: str, old: bytes, new: bytes) -> Path:
             struct.pack("<II", 4, 2**31),
             "at most 11 as llama.",
         ),
+        (
+            "llama.block_count",
+            struct.pack("<II", 4, 1),
+            struct.pack("<II", 4, 0),
+            "1 layers, and 0 as llama.block_count",
+        ),
         ("attention.head_count", struct.pack("<II", 4, 4), struct.pack("<II", 4, 0), "."),
         ("embedding_length", struct.pack("<II", 4, 32), struct.pack("<II", 4, 2**32 - 1), "."),
         (
@@ -151,10 +159,23 @@ def test_an_unknown_architecture_and_a_vocabulary_too_short_are_one_line(tmp_pat
     for architecture, needle in (("nonesuch", "nonesuch"), ("llama", "")):
         writer = gguf.GGUFWriter(str(path), architecture)
         writer.add_context_length(10)
+        writer.add_embedding_length(32)
+        writer.add_block_count(0)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()
         assert needle in refusal(path)
+
+
+def test_what_transformers_would_take_from_its_defaults_or_leave_out_is_refused(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "lacking.gguf")
+    content = path.read_bytes()
+    for key in ("llama.context_length", "llama.embedding_length", "llama.block_count", "llama.attention.head_count"):
+        path.write_bytes(content.replace(key.encode(), key[:-1].encode() + b"X", 1))
+        assert refusal(path).endswith(f"damaged GGUF file: it lacks {key}")
+    biased = write_tiny_gguf(tmp_path / "biased.gguf", tensors={"blk.0.attn_q.bias": np.ones(32, np.float32)})
+    with pytest.raises(UnsupportedError, match="transformers leaves out biases that the file has for llama"):
+        load(biased)
 
 
 def mutations(content: bytes, header: int, count: int) -> Iterator[bytes]:

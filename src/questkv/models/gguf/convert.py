@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from questkv.errors import MissingPackageError
+from questkv.errors import MissingPackageError, UnsupportedError
 from questkv.models.failures import foreign_files
 from questkv.models.folder import refuse_missing_weights
 from questkv.models.gguf.header import damaged, read_header
@@ -30,7 +31,7 @@ def convert(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any], Any]:
     Raises:
         ModelError: The file can't be read, is damaged, or transformers doesn't know its architecture.
         MissingPackageError: The gguf package is missing.
-        UnsupportedError: Its rotary embedding can't be computed.
+        UnsupportedError: Its rotary embedding can't be computed, or its biases aren't read.
     """
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError(f"model {path}: reading GGUF files needs a package; run: pip install gguf")
@@ -55,6 +56,12 @@ def convert(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any], Any]:
         if name in weights and weights[name].shape != expected.shape:
             shapes = f"{tuple(expected.shape)}, got {tuple(weights[name].shape)}"
             raise damaged(path, f"its sizes and its tensors don't fit: expected {name} of {shapes}")
+    biases = sum(math.prod(tensor.shape) for name, tensor in header.tensors.items() if name.endswith(".bias"))
+    if biases > sum(weight.numel() for name, weight in weights.items() if "bias" in name):
+        raise UnsupportedError(
+            f"model {path}: transformers leaves out biases that the file has for {header.architecture}; use a model "
+            "folder in place of the GGUF file"
+        )
     return config, weights, tokenizer
 
 

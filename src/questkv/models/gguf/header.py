@@ -176,6 +176,7 @@ class _Reader:
             if placed.offset + placed.size > self.size:
                 raise damaged(self.path, f"the tensor {name!r} ends behind the file's end; was it downloaded whole?")
             tensors[name] = placed
+        self.check_layers(values, tensors)
         return Header(self.path, self.order, values, tensors)
 
     def check_values(self, values: dict[str, Any], tensors: int) -> None:
@@ -189,6 +190,22 @@ class _Reader:
             value = values.get(f"{architecture}.{key}", 0)
             if isinstance(value, int) and not 0 <= value <= most:
                 raise damaged(self.path, f"expected at most {most:,} as {architecture}.{key}, got {value:,}")
+
+    def check_layers(self, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Check what transformers would else take from its defaults, or leave out, without a word."""
+        architecture = values["general.architecture"]
+        attends = any(".attn_" in name for name in tensors)
+        for key in ("context_length", "embedding_length", "block_count", *(["attention.head_count"] * attends)):
+            if f"{architecture}.{key}" not in values:
+                raise damaged(self.path, f"it lacks {architecture}.{key}")
+        numbers = [name.split(".", 2)[1] for name in tensors if name.startswith("blk.")]
+        if not all(number.isdecimal() for number in numbers):
+            raise damaged(self.path, "a tensor of a layer without a number")
+        layers = max((int(number) + 1 for number in numbers), default=0)
+        if numbers and values[f"{architecture}.block_count"] != layers:
+            raise damaged(
+                self.path, f"{layers} layers, and {values[f'{architecture}.block_count']} as {architecture}.block_count"
+            )
 
     def expect(self, size: int) -> None:
         """Check that so many bytes are left."""
