@@ -35,6 +35,7 @@ def ask(
     weights: options.Weights = "model",
     threads: options.Threads = None,
     compile: options.Compile = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json_target: Annotated[
         str | None,
         typer.Option(
@@ -56,7 +57,9 @@ def ask(
         text = read_document(document)
         if not question.strip():
             raise typer.BadParameter("the question is empty")
-        opening = Opening(model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile)
+        opening = Opening(
+            model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile, trust_remote_code
+        )
         session = opening.load()
         asked = session.prompter.question(question, answer_prefix)
         opening.read(session, document, text, len(asked))

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from questkv.cli import bench_model, options, output
+from questkv.cli.compiled import keep_compiled
 from questkv.cli.document import read_document
 from questkv.cli.failures import one_line_failures
-from questkv.cli.opening import keep_compiled
 from questkv.config import QuestConfig
 from questkv.models import find_model
 
@@ -52,6 +52,7 @@ def decode(
     memory: bench_model.Memory = True,
     compile: options.Compile = False,
     threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: bench_model.Json = None,
     plot: bench_model.Plot = None,
 ) -> None:
@@ -91,6 +92,7 @@ def decode(
         block=block,
         text=read,
         memory=memory,
+        trust_remote_code=trust_remote_code,
         compiled=compile,
     )
     results = decode_run.run(plan, output.token_progress)

@@ -48,6 +48,7 @@ def prefill(
     text: bench_model.Text = None,
     memory: bench_model.Memory = True,
     threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: bench_model.Json = None,
     plot: bench_model.Plot = None,
 ) -> None:
@@ -85,6 +86,7 @@ def prefill(
         rounds=rounds,
         text=read,
         memory=memory,
+        trust_remote_code=trust_remote_code,
     )
     results = prefill_run.run(plan, output.token_progress)
     bench_model.publish(results, plan.title, prefill_report.prefill_table, prefill_report.plot_prefill, json, plot)

@@ -39,6 +39,7 @@ def chat(
     weights: options.Weights = "model",
     threads: options.Threads = None,
     compile: options.Compile = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json_target: Annotated[
         str | None,
         typer.Option(
@@ -61,7 +62,9 @@ def chat(
             raise typer.BadParameter("the questions come from standard input, so the document must be a file")
         output.check_writable(json_target)
         text = read_document(document)
-        opening = Opening(model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile)
+        opening = Opening(
+            model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile, trust_remote_code
+        )
         session = opening.load()
         # room for a question, so that the first one doesn't find the context full
         opening.read(session, document, text, len(session.prompter.question("?")) + _ROOM_FOR_QUESTION)

@@ -71,6 +71,7 @@ class RunOptions:
     dtype: options.Dtype = "auto"
     weights: options.Weights = "model"
     threads: options.Threads = None
+    trust_remote_code: options.TrustRemoteCode = False
     optimism: Annotated[
         float, typer.Option(help="Quest: weight of a box's width in the score, in [0, 1].", rich_help_panel=_CACHE)
     ] = options.DEFAULTS.optimism
@@ -133,7 +134,8 @@ class RunOptions:
     def described_model(self) -> dict[str, str | float]:
         """How the model was found, for ``run.json``."""
         light = {} if self.weights == "model" else {"weights": self.weights}
-        return {"name": self.model, "rope_factor": self.rope_factor, **light}
+        trusted: dict[str, str | float] = {"trust_remote_code": True} if self.trust_remote_code else {}
+        return {"name": self.model, "rope_factor": self.rope_factor, **light, **trusted}
 
     def quest(self) -> QuestConfig:
         """Quest's configuration; its budget comes from the plan.

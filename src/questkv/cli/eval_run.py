@@ -131,6 +131,7 @@ def load(run: RunOptions) -> LoadedModel:
             rope_factor=run.rope_factor,
             attention="questkv",
             weights=run.weights,
+            trust_remote_code=run.trust_remote_code,
         )
         hf.make_linear_fast(loaded.model)
         return loaded

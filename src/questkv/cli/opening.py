@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from questkv.cli import options, output
+from questkv.cli.compiled import keep_compiled
 from questkv.config import QuestConfig
-from questkv.models import find_model, model_cache_dir
+from questkv.models import find_model
 
 if TYPE_CHECKING:
     from questkv.cli.session import Session
-
-
-def compiled_dir() -> Path:
-    """Where ``--compile`` keeps what torch compiled, so that the next run is quick: beside the unpacked models."""
-    return model_cache_dir() / ".compiled"
-
-
-def keep_compiled() -> None:
-    """Let torch's compiler, not yet imported, keep its work in `compiled_dir`; a folder that the user has set stays."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_dir()))
 
 
 @dataclass(frozen=True)
@@ -40,6 +30,7 @@ class Opening:
     tail: bool
     max_new_tokens: int
     compile: bool = False
+    trust_remote_code: bool = False
 
     def load(self) -> Session:
         """Import torch and transformers, quietly, and load the model."""
@@ -61,6 +52,7 @@ class Opening:
                 rope_factor=self.rope_factor,
                 threads=self.threads,
                 compile=self.compile,
+                trust_remote_code=self.trust_remote_code,
             )
         if self.compile:
             with output.busy("Compiling the decode step"):

@@ -105,6 +105,15 @@ RopeFactor = Annotated[
     float,
     typer.Option(metavar="F", min=1.0, help="Stretch the model's context F times (YaRN); 1 leaves it as it is."),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run the Python code that a model folder or hub id brings with it; without this, one that needs it is "
+        "refused.",
+        rich_help_panel=_RUN,
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")]
 Temperature = Annotated[
     float, typer.Option(metavar="T", min=0.0, help="0 takes the likeliest token; above 0 the answer is sampled.")
