@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
+from rich.text import Text
 
 from questkv.cli import options, output
 from questkv.cli.eval_options import RunOptions
+from questkv.cli.shown import shown, shown_line
 from questkv.models import find_model
 
 if TYPE_CHECKING:
@@ -104,12 +105,8 @@ def print_tables(tables: Iterable[Table]) -> None:
     """Print tables with their titles and notes."""
     from questkv.evaluate.report import screen
 
-    console = Console()
     for table in tables:
-        console.print(table.title, style="italic", highlight=False, markup=False)
-        console.print(screen(table))
-        for note in table.notes:
-            console.print(note, highlight=False, markup=False)
+        output.print_out(Text(shown(table.title), style="italic"), screen(table), *table.notes)
 
 
 def load(run: RunOptions) -> LoadedModel:
@@ -145,14 +142,14 @@ def in_order(rows: list[Row], samples: list[str], runs: list[tuple[str, int | No
 @contextlib.contextmanager
 def share_progress(what: str) -> Iterator[Callable[[float, str], None]]:
     """Draw a bar with the time left on a terminal; gives the function that moves it to a share in [0, 1]."""
-    console = Console(stderr=True)
+    console = output.screen()
     if not console.is_terminal:
         yield lambda share, now: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (output.description_column(), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, speed_estimate_period=_PACE_S) as progress:
-        bar = progress.add_task(what, total=1.0)
-        yield lambda share, now: progress.update(bar, completed=share, description=now)
+        bar = progress.add_task(shown_line(what), total=1.0)
+        yield lambda share, now: progress.update(bar, completed=share, description=shown_line(now))
 
 
 def command_line() -> str:
