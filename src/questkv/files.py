@@ -49,10 +49,12 @@ def refuse_inputs(target: str | Path, label: str, inputs: Mapping[str, str | Pat
     path = _real(target, label)
     for name, source in inputs.items():
         read = _real(source, name)
-        inside = path.is_relative_to(read) if read.is_dir() else _is_same(path, read)
+        if not read.is_dir():
+            if _is_same(path, read) and not _is_stream(path):
+                raise OutputError(f"{label} {target}: is {name}, which is read; choose another file")
         # a hard link to one of a folder's files lies elsewhere
-        if inside or (read.is_dir() and path.exists() and any(_is_same(path, file) for file in read.rglob("*"))):
-            raise OutputError(f"{label} {target}: is {name}, which is read; choose another file")
+        elif path.is_relative_to(read) or (path.is_file() and any(_is_same(path, file) for file in read.rglob("*"))):
+            raise OutputError(f"{label} {target}: lies in {name}, which is read; choose another file")
 
 
 def write_whole(target: str | Path, content: bytes, label: str) -> None:

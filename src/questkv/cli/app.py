@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -24,12 +25,19 @@ from questkv.errors import OutputError, QuestKVError
 class _OneLineGroup(TyperGroup):
     """Commands whose bad arguments are told in one line, as every other failure."""
 
-    def main(self, *arguments: Any, standalone_mode: bool = True, **options: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run a command line; with `standalone_mode` the process ends with its exit code."""
         if not standalone_mode:
-            return super().main(*arguments, standalone_mode=False, **options)
+            return super().main(args, prog_name, complete_var, False, **extra)
         try:
-            code = super().main(*arguments, standalone_mode=False, **options)
+            code = super().main(args, prog_name, complete_var, False, **extra)
         except Exception as error:
             # click's errors; their class is click's own or the one that typer carries, by typer's version
             if not hasattr(error, "format_message"):

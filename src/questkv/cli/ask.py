@@ -10,6 +10,7 @@ from questkv.cli import options, output, streams, text
 from questkv.cli.document import read_document
 from questkv.cli.failures import one_line_failures
 from questkv.cli.opening import Opening
+from questkv.cli.targets import check_targets
 
 
 def ask(
@@ -51,7 +52,7 @@ def ask(
     """
     with one_line_failures():
         config = options.quest_config(budget, page_size, dense, kv_dtype, span_pages, offload)
-        output.check_writable(json_target)
+        check_targets({"--json": json_target}, model=model, inputs={"the document": document})
         text.check_argument("QUESTION", question)
         text.check_argument("--answer-prefix", answer_prefix)
         if not question.strip():

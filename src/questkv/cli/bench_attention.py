@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from questkv.cli.failures import one_line_failures
-from questkv.cli.options import DEFAULTS, SpanPages, Threads, parse_contexts
-from questkv.cli.output import STDOUT, check_writable, print_out, quiet_libraries, token_progress, write_json
+from questkv.cli.options import DEFAULTS, SpanPages, Threads, named_by_options, parse_contexts, parse_finite
+from questkv.cli.output import STDOUT, print_out, quiet_libraries, token_progress, write_json
+from questkv.cli.targets import check_targets
 from questkv.config import GROUP_RULES, KV_DTYPES, QuestConfig
 from questkv.errors import ConfigError
 
@@ -44,7 +45,9 @@ def attention(
         ),
     ] = DEFAULTS.kv_dtype,
     backend: Annotated[str, typer.Option(help="auto, native, triton or reference.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time to spend at each context.")] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=3600, callback=parse_finite, help="Time to spend at each context.")
+    ] = 20.0,
     flex: Annotated[bool, typer.Option("--flex", help="Time flex_attention too; compiling it takes long.")] = False,
     threads: Threads = None,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write the rows as JSON.")] = None,
@@ -60,17 +63,17 @@ def attention(
     if preset not in _PRESETS:
         raise typer.BadParameter(f"--preset: expected one of {', '.join(_PRESETS)}")
     contexts = parse_contexts(context)
-    check_writable(json)
-    check_writable(plot, "--plot")
-    config = QuestConfig(
-        token_budget=budget,
-        page_size=page_size,
-        optimism=optimism,
-        group=group,
-        span_pages=span_pages,
-        kv_dtype=kv_dtype,
-        backend=backend,
-    )
+    check_targets({"--json": json, "--plot": plot})
+    with named_by_options(token_budget="--budget"):
+        config = QuestConfig(
+            token_budget=budget,
+            page_size=page_size,
+            optimism=optimism,
+            group=group,
+            span_pages=span_pages,
+            kv_dtype=kv_dtype,
+            backend=backend,
+        )
     quiet_libraries()
     import torch
 
@@ -80,7 +83,7 @@ def attention(
     from questkv.environment import environment
 
     if plot is not None:
-        report.require_matplotlib()
+        report.require_figure(plot)
     if threads is not None:
         torch.set_num_threads(threads)
     chosen = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}

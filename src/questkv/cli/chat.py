@@ -13,6 +13,7 @@ from questkv.cli import options, output, streams, text
 from questkv.cli.document import STDIN, read_document
 from questkv.cli.failures import one_line_failures
 from questkv.cli.opening import Opening
+from questkv.cli.targets import check_targets
 from questkv.errors import DocumentError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def chat(
             raise typer.BadParameter("the questions come from standard input, so the document must be a file")
         if sys.stdin is None:
             raise typer.BadParameter("the questions come from standard input, and it is closed")
-        output.check_writable(json_target)
+        check_targets({"--json": json_target}, model=model, inputs={"the document": document})
         content = read_document(document)
         opening = Opening(model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile)
         session = opening.load()

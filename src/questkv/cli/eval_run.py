@@ -47,10 +47,11 @@ def evaluate(task: Task, run: RunOptions, draw: Draw) -> None:
     loaded = load(run)
     samples = runner.list_samples(task, loaded)
     described = runner.describe(task, plan, loaded, run.described_model())
-    with open_results(run, described) as results:
+    names, runs = [sample.id for sample in samples], [(entry.method, entry.budget) for entry in plan.entries()]
+    with open_results(run, described, names, runs, task.row_fields) as results:
         with share_progress(task.name) as on_progress:
             runner.run(task, loaded, plan, samples, results, on_progress)
-        rows = in_order(results.rows, [sample.id for sample in samples], [(e.method, e.budget) for e in plan.entries()])
+        rows = in_order(results.rows, names, runs)
     publish(task, run, rows, described, results.folder, draw)
 
 
@@ -63,7 +64,6 @@ def check_targets(run: RunOptions) -> None:
     from questkv.evaluate.figures import require_figure
     from questkv.evaluate.results import prepare_folder
 
-    run.check_targets()
     if run.plot is not None:
         require_figure(run.plot)
     if run.output is not None:
@@ -71,12 +71,27 @@ def check_targets(run: RunOptions) -> None:
 
 
 @contextlib.contextmanager
-def open_results(run: RunOptions, described: Mapping[str, Any]) -> Iterator[Results]:
-    """The run's results folder; a Ctrl-C inside says how to go on."""
-    from questkv.evaluate.results import Results, folder_name
+def open_results(
+    run: RunOptions,
+    described: Mapping[str, Any],
+    samples: Sequence[str],
+    runs: Sequence[tuple[str, int | None]],
+    fields: Callable[[int | None], tuple[str, ...]],
+) -> Iterator[Results]:
+    """The run's results folder, whose rows are this run's; a Ctrl-C inside says how to go on.
+
+    Args:
+        run: The shared options.
+        described: ``run.json``.
+        samples: Names of the samples.
+        runs: (method, budget) of each row of a sample.
+        fields: What a row of a budget holds: `Task.row_fields`.
+    """
+    from questkv.evaluate.results import Results, check_rows, folder_name
 
     folder = run.output if run.output is not None else RESULTS / folder_name(described)
     with Results.open(folder, described, resume=run.resume) as results:
+        check_rows(results.rows, folder, samples, runs, fields)
         try:
             yield results
         except KeyboardInterrupt:

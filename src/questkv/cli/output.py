@@ -136,16 +136,6 @@ def token_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: progress.update(task, completed=done)
 
 
-def check_writable(target: str | None, option: str = "--json") -> None:
-    """Refuse a file that can't be written before the work whose result it is to hold.
-
-    Raises:
-        OutputError: Its folder is missing, it is a folder, or it is not ours to write.
-    """
-    if target is not None and target != STDOUT:
-        files.check_writable(target, option)
-
-
 def write_json(target: str, values: Mapping[str, Any], *, indent: int | None = 2) -> None:
     """Write one JSON object to a file, or to standard output where `target` is ``-``.
 
