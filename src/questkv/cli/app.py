@@ -31,13 +31,14 @@ class _OneLineGroup(TyperGroup):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
+        windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
         """Run a command line; with `standalone_mode` the process ends with its exit code."""
         if not standalone_mode:
-            return super().main(args, prog_name, complete_var, False, **extra)
+            return super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         try:
-            code = super().main(args, prog_name, complete_var, False, **extra)
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except Exception as error:
             # click's errors; their class is click's own or the one that typer carries, by typer's version
             if not hasattr(error, "format_message"):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from questkv.cli import output
 from questkv.errors import DocumentError
 from questkv.evaluate.chat import text_ids
-from questkv.evaluate.excerpt import beginning, ending
+from questkv.evaluate.excerpt import Excerpt, beginning, ending
 
 
-def shorten(text: str, limit: int | None, tokenizer: Any, *, tail: bool) -> str:
+def shorten(text: str, limit: int | None, tokenizer: Any, *, tail: bool) -> Excerpt:
     """The part of a document that can matter: all of it where it may fit the context.
 
     What comes back is still to be fitted, by its exact tokens.
@@ -25,17 +24,28 @@ def shorten(text: str, limit: int | None, tokenizer: Any, *, tail: bool) -> str:
         DocumentError: It is longer than the context, and `tail` is False.
     """
     if limit is None:
-        return text
+        return Excerpt(text, None, None)
     part = (ending if tail else beginning)(text, limit, lambda words: text_ids(tokenizer, words))
-    if part.estimate is None:
-        return text
-    if not tail:
+    if part.estimate is not None and not tail:
         raise DocumentError(
             f"the document is too long: about {part.estimate:,} tokens, and the model's context is {limit:,}; use its "
             f"last part with --tail, or stretch the context with --rope-factor {_factor_for(part.estimate, limit)}"
         )
-    output.note(f"--tail: the document has about {part.estimate:,} tokens, of which only the last are read")
-    return part.text
+    return part
+
+
+def left_out(part: Excerpt, tokens: int, cut: int) -> str:
+    """The line that says what ``--tail`` left out.
+
+    Args:
+        part: What `shorten` gave.
+        tokens: Tokens of the part.
+        cut: How many of them were left out.
+    """
+    if part.estimate is None:
+        return f"--tail: the first {cut:,} of the document's {tokens:,} tokens were left out"
+    kept = tokens - cut
+    return f"--tail: all but the last {kept:,} of the document's about {part.estimate:,} tokens were left out"
 
 
 def _factor_for(total: int, limit: int) -> int:

@@ -1,7 +1,7 @@
 """As much of a long text as can matter, so that what lies beyond a model's context is never made into tokens.
 
-A text is tokenised in growing parts. A part has as many tokens as the whole has there, but for the few at its cut, which
-`SEAM` allows for.
+A text is tokenised in growing parts. A part has as many tokens as the whole has there, but for the few at its cut:
+`SEAM` allows for them.
 """
 
 from __future__ import annotations

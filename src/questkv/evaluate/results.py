@@ -151,12 +151,13 @@ def check_rows(
         what = f"results {folder / ROWS}: line {number}"
         if sample not in samples or (method, budget) not in runs:
             raise ResultsError(
-                f"{what} is no row of this run (sample {sample}, method {method}, budget {budget}); the file was changed: "
-                "take the line out, or choose another --output"
+                f"{what} is no row of this run (sample {sample}, method {method}, budget {budget}); the file was "
+                "changed: take the line out, or choose another --output"
             )
         if lacking := [name for name in fields(budget) if name not in row]:
             raise ResultsError(
-                f"{what} lacks {', '.join(lacking)}; the file was changed: take the line out, and --resume measures it anew"
+                f"{what} lacks {', '.join(lacking)}; the file was changed: take the line out, and --resume measures it "
+                "anew"
             )
 
 
@@ -221,8 +222,8 @@ def _refuse_repeated(rows: Sequence[Row], folder: Path) -> None:
     for number, row in enumerate(rows, start=1):
         if _key(row) in lines:
             raise ResultsError(
-                f"results {folder / ROWS}: line {number} repeats line {lines[_key(row)]} (sample {row['sample']}, method "
-                f"{row['method']}, budget {row['budget']}); the file was changed: take one of them out"
+                f"results {folder / ROWS}: line {number} repeats line {lines[_key(row)]} (sample {row['sample']}, "
+                f"method {row['method']}, budget {row['budget']}); the file was changed: take one of them out"
             )
         lines[_key(row)] = number
 

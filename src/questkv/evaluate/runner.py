@@ -67,8 +67,8 @@ def list_samples(task: Task, loaded: LoadedModel) -> list[Sample]:
 
 def _too_long(task: Task, limit: int, needed: int, what: str) -> ConfigError:
     return ConfigError(
-        f"[{task.name}] lengths: expected at most the model's context of {limit:,} tokens, got {needed:,} {what}; stretch "
-        f"it with --rope-factor {math.ceil(needed / limit)}, or shorten the prompt"
+        f"[{task.name}] lengths: expected at most the model's context of {limit:,} tokens, got {needed:,} {what}; "
+        f"stretch it with --rope-factor {math.ceil(needed / limit)}, or shorten the prompt"
     )
 
 
