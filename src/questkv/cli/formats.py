@@ -71,6 +71,7 @@ def format_of(beginning: bytes) -> Format | None:
     Args:
         beginning: The first bytes, some 64 KiB or all.
     """
+    beginning = beginning.removeprefix(codecs.BOM_UTF8)
     if beginning.startswith(b"PK\x03\x04"):
         return next((found for mark, found in _IN_ZIP if mark in beginning[: 64 << 10]), _ZIP)
     # A text may speak of the mark: that of a PDF stands at the beginning, or behind bytes that are no text.

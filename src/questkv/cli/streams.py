@@ -30,11 +30,34 @@ def prepare() -> None:
         _occupy(number)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        line, through, encoding = sys.stdout.line_buffering, sys.stdout.write_through, sys.stdout.encoding
+        sys.stdout = _Output(
+            sys.stdout.detach(), encoding, "backslashreplace", line_buffering=line, write_through=through
+        )
     if sys.stdout is None:
         raise OutputError(CLOSED_OUTPUT)
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output whose errors name it, whoever writes: help texts are not ours."""
+
+    def write(self, text: str) -> int:
+        """As of any text file.
+
+        Raises:
+            OutputError: It can't be written.
+            BrokenPipeError: Its reader has gone.
+        """
+        with guarded():
+            return super().write(text)
+
+    def flush(self) -> None:
+        """As of any text file; errors as of `write`."""
+        with guarded():
+            super().flush()
 
 
 def write(text: str) -> None:
