@@ -25,6 +25,14 @@ from questkv.errors import OutputError, QuestKVError
 class _OneLineGroup(TyperGroup):
     """Commands whose bad arguments are told in one line, as every other failure."""
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; a Ctrl-C that meets none of its lines is told like one that does."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say_failure("interrupted", INTERRUPTED)
+            raise typer.Exit(INTERRUPTED) from None
+
     def main(
         self,
         args: Sequence[str] | None = None,
