@@ -15,19 +15,6 @@ from questkv.cli.app import app
 Run = Callable[..., Result]
 NUMBERS = ("-1", "nan", "inf", "1e-40", "1e999", "99999999999999999999")
 VALUES = ("", *NUMBERS, "x" * 5000, "[/x]", "\x1b[2J", "\udcff", "a\0b")
-    "",
-    "-1",
-    "nan",
-    "inf",
-    "1e-40",
-    "1e999",
-    "99999999999999999999",
-    "x" * 5000,
-    "[/x]",
-    "\x1b[2J",
-    "\udcff",
-    "a\0b",
-)
 # A model that isn't there: what passes the checks of the arguments ends at it.
 NOWHERE = "./nowhere/model"
 
