@@ -9,6 +9,7 @@ import typer
 from questkv.cli import bench_model, options, output
 from questkv.cli.document import read_document
 from questkv.cli.failures import one_line_failures
+from questkv.cli.targets import check_targets
 from questkv.config import QuestConfig
 from questkv.models import find_model
 
@@ -59,9 +60,9 @@ def prefill(
     dense, whatever the budget.
     """
     wanted = sorted(set(options.parse_contexts(contexts)))
-    output.check_writable(json)
-    output.check_writable(plot, "--plot")
-    config = QuestConfig(token_budget=1.0, page_size=page_size, kv_dtype=kv_dtype)
+    check_targets({"--json": json, "--plot": plot}, model=model, inputs={"--text": text})
+    with options.named_by_options():
+        config = QuestConfig(token_budget=1.0, page_size=page_size, kv_dtype=kv_dtype)
     find_model(model)  # before the slow imports, so that a wrong name fails at once
     read = None if text is None else read_document(text)
     output.quiet_libraries()
@@ -71,7 +72,7 @@ def prefill(
     from questkv.hf.prefill import CHUNK_TOKENS
 
     if plot is not None:
-        report.require_matplotlib()
+        report.require_figure(plot)
     if threads is not None:
         torch.set_num_threads(threads)
     output.quiet_progress_bars()

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from questkv.cli import options, output
 from questkv.cli.compiled import keep_compiled
+from questkv.cli.long_document import left_out, shorten
 from questkv.config import QuestConfig
-from questkv.models import find_model
+from questkv.models import context_length, find_model
 
 if TYPE_CHECKING:
     from questkv.cli.session import Session
@@ -66,10 +67,11 @@ class Opening:
         Raises:
             DocumentError: It doesn't fit the model's context, and cutting it was not asked for.
         """
-        before, ids = session.prompter.document(text)
+        part = shorten(text, context_length(session.model.config), session.tokenizer, tail=self.tail)
+        before, ids = session.prompter.document(part.text)
         fitted = session.fit(len(before), ids, question_tokens, self.max_new_tokens, tail=self.tail)
         if fitted.left_out:
-            output.note(f"--tail: the first {fitted.left_out:,} of the document's {len(ids):,} tokens were left out")
+            output.note(left_out(part, len(ids), fitted.left_out))
         total = len(before) + len(fitted.ids)
         with output.token_progress(f"Reading {options.document_label(document)}", total) as on_progress:
             session.read(before + fitted.ids, on_progress)
