@@ -219,7 +219,7 @@ def test_a_wrong_reorder_leaves_every_sequence_as_it_was(indices: list[int]) -> 
 
 def test_a_sequence_refuses_to_forget_more_than_it_has() -> None:
     with pytest.raises(ValueError, match=r"\[crop\] tokens: expected 0 to 0, got 1"):
-        Sequence(make_pool()).crop(1)
+        Sequence(make_pool()).cropped(1)
 
 
 # Pages in eight bits
