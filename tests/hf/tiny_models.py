@@ -69,13 +69,21 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", _FULL, "conv", "conv", _FULL, "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
     # Its first layer is replaced by one with other KV heads (see `build`).
     "llama-mixed": ("LlamaConfig", {}),
 }
 # What transformers has no SDPA for is compared with its eager attention.
 _EAGER = ("gemma2", "gpt-oss")
-# Every model that can be paged.
-NAMES = tuple(name for name in _CONFIGS if name != "mistral-window")
+# Every model that can be paged, but for one with layers that hold a state in place of keys.
+NAMES = tuple(name for name in _CONFIGS if name not in ("mistral-window", "lfm2"))
 HYBRID = ("gemma3", "gemma2", "gpt-oss")
 
 
