@@ -108,6 +108,17 @@ class QuestCache(Cache):
         states: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
         return states
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of all complete forwards, padding included; the same in every layer."""
+        return self.state.columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns that a forward of `query_length` new ones sees in a layer, and the first one's number."""
+        if self.state.own.layers and self.state.is_interrupted:
+            self.state.settle()
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
     def forward_begins(self, model: PreTrainedModel) -> None:
         """A forward that was given this cache begins; see `questkv.hf.watch`."""
         self.state.forward_begins(model)

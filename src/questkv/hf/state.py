@@ -76,6 +76,11 @@ class PagedState:
     def _is_under_way(self) -> bool:
         return self._before is not None
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a watched forward is under way that is no longer running."""
+        return self._is_under_way and self.attendance.is_watched and not self.attendance.is_inside
+
     def forward_begins(self, model: PreTrainedModel) -> None:
         """A watched forward begins: one that is still under way was interrupted."""
         self._end()
