@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +15,15 @@ import torch
 from hf.tiny_models import HYBRID, NAMES, build, pair, teacher_forced, tokens
 from questkv import QuestCache, QuestConfig
 from questkv.errors import PoolFullError
+
+
+@pytest.fixture(autouse=True)
+def _alarms_are_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler) if hasattr(signal, "SIGALRM") else None
+    yield
+    if before is not None:
+        signal.signal(signal.SIGALRM, before)
+
 
 SPARSE = QuestConfig(token_budget=16, page_size=4, sink_tokens=4, recent_tokens=4, dense_layers=1)
 PURE = tuple(name for name in NAMES if name not in HYBRID)
@@ -146,3 +158,31 @@ def test_a_hybrid_whose_pool_is_full_keeps_what_it_holds(name: str) -> None:
     teacher_forced(models.quest, ids[:, :31], whole, [31])
     last = ids[:, 31:32]
     assert torch.equal(teacher_forced(models.quest, last, cache, [1]), teacher_forced(models.quest, last, whole, [1]))
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no interval timer")
+@pytest.mark.parametrize("signals", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+def test_signals_at_any_time_lose_no_token_and_mix_none(name: str, signals: int) -> None:
+    """Decoding goes on at the column that the cache says, as often as Ctrl-C comes."""
+    model, ids, random = pair(name).quest, tokens(2, 120), Random(0)
+    expected = teacher_forced(model, ids, pair(name).cache(SPARSE), [30, *[1] * 90])[:, 29:]
+    begun = time.perf_counter()
+    teacher_forced(model, ids, pair(name).cache(SPARSE), [30, *[1] * 90])
+    step = (time.perf_counter() - begun) / 91
+    came = 0
+    while came < signals:
+        cache = pair(name).cache(SPARSE)
+        teacher_forced(model, ids[:, :30], cache, [30])
+        while (at := cache.get_seq_length()) < 120:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(step / 50, 4 * step))
+                while at < 120:
+                    got = teacher_forced(model, ids[:, at : at + 1], cache, [1])
+                    assert torch.equal(got[:, 0], expected[:, at - 29])
+                    at += 1
+            except KeyboardInterrupt:
+                came += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        assert cache.report().tokens == (120, 120)

@@ -92,20 +92,18 @@ class QuestCache(Cache):
             mark_own_layer(keys)
         return keys, values
 
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Hand a new state to a linear-attention layer; see `Cache.update_conv_state`."""
         self.state.attendance.find_model()
-        states: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        states: torch.Tensor = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
         return states
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Hand a new state to a linear-attention layer; see `Cache.update_recurrent_state`."""
         self.state.attendance.find_model()
-        states: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        states: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
         return states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
