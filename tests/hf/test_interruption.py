@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from hf.tiny_models import HYBRID, NAMES, pair, teacher_forced, tokens
-from questkv import QuestConfig
-from questkv.errors import CacheMismatchError, PoolFullError
+from hf.tiny_models import HYBRID, NAMES, build, pair, teacher_forced, tokens
+from questkv import QuestCache, QuestConfig
+from questkv.errors import PoolFullError
+
+
+@pytest.fixture(autouse=True)
+def _alarms_are_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler) if hasattr(signal, "SIGALRM") else None
+    yield
+    if before is not None:
+        signal.signal(signal.SIGALRM, before)
+
 
 SPARSE = QuestConfig(token_budget=16, page_size=4, sink_tokens=4, recent_tokens=4, dense_layers=1)
 PURE = tuple(name for name in NAMES if name not in HYBRID)
@@ -24,7 +36,8 @@ def interrupted(model: Any, layer: int, part: str) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    attention = model.model.layers[layer].self_attn
+    attention = model.model.layers[layer]
+    attention = attention.conv if hasattr(attention, "conv") else attention.self_attn
     before = part == "before"
     hook = attention.register_forward_pre_hook(stop) if before else attention.register_forward_hook(stop)
     try:
@@ -101,43 +114,75 @@ def test_an_interrupted_cache_can_be_changed(change: Any) -> None:
 
 
 @pytest.mark.parametrize("fed", [0, 5, 30])
-# Not before the first layer and not after the last: nothing is cached then, or everything.
-@pytest.mark.parametrize(
-    ("layer", "part"),
-    [
-        (0, "after"),
-        (1, "before"),
-        (1, "after"),
-        (2, "after"),
-        (3, "before"),
-        (4, "before"),
-        (4, "after"),
-        (5, "before"),
-    ],
-)
-def test_an_interrupted_hybrid_says_so_instead_of_answering_wrongly(layer: int, part: str, fed: int) -> None:
-    models, ids = pair("gemma3"), tokens(2, 40)  # layers 1 and 4 are paged, the others slide
-    cache = models.cache(SPARSE)
-    if fed:
-        teacher_forced(models.quest, ids[:, :fed], cache, [fed])
+@pytest.mark.parametrize("layer", range(6))
+@pytest.mark.parametrize("part", ["before", "after"])
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+def test_an_interrupted_hybrid_goes_on_as_if_nothing_had_been(name: str, layer: int, part: str, fed: int) -> None:
+    models, ids = pair(name), tokens(2, 40)  # layers 1 and 4 are paged, the others aren't
+    cache, whole = models.cache(SPARSE), models.cache(SPARSE)
+    for own in (cache, whole):
+        teacher_forced(models.quest, ids[:, : max(fed, 1)], own, [max(fed, 1)])  # from here on the model is watched
+        if not fed:
+            own.reset()
     with interrupted(models.quest, layer, part):
         teacher_forced(models.quest, ids[:, fed : fed + 4], cache, [4])
-    with pytest.raises(CacheMismatchError, match=r"interrupted; call cache.reset\(\)"):
-        teacher_forced(models.quest, ids[:, fed : fed + 4], cache, [4])
-    cache.reset()
-    got = teacher_forced(models.quest, ids, cache, [30, *[1] * 10])
-    assert torch.equal(got, teacher_forced(models.quest, ids, models.cache(SPARSE), [30, *[1] * 10]))
+    assert cache.get_seq_length() == fed
+    steps = [4, *[1] * (36 - fed)]
+    got = teacher_forced(models.quest, ids[:, fed:], cache, steps)
+    assert torch.equal(got, teacher_forced(models.quest, ids[:, fed:], whole, steps))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+@pytest.mark.parametrize("layer", range(4))
+def test_the_first_forward_of_a_model_can_be_interrupted(name: str, layer: int) -> None:
+    """Nobody watches it yet."""
+    model, ids = build(name, "questkv"), tokens(2, 40)
+    cache = QuestCache(model.config, SPARSE)
+    with interrupted(model, layer, "after"):
+        teacher_forced(model, tokens(2, 20, seed=3), cache, [20])
+    got = teacher_forced(model, ids, cache, [30, *[1] * 10])
+    assert torch.equal(got, teacher_forced(model, ids, QuestCache(model.config, SPARSE), [30, *[1] * 10]))
 
 
 @pytest.mark.parametrize("name", HYBRID)
-def test_a_hybrid_whose_pool_is_full_says_so_instead_of_answering_wrongly(name: str) -> None:
+def test_a_hybrid_whose_pool_is_full_keeps_what_it_holds(name: str) -> None:
     models, ids = pair(name), tokens(1, 40)
     cache = models.cache(SPARSE, max_tokens=32)
-    teacher_forced(models.quest, ids[:, :32], cache, [32])
-    with pytest.raises(PoolFullError):
-        teacher_forced(models.quest, ids[:, 32:33], cache, [1])
-    with pytest.raises(CacheMismatchError, match="interrupted"):
-        teacher_forced(models.quest, ids[:, 32:33], cache, [1])
-    cache.reset()
-    teacher_forced(models.quest, ids[:, :32], cache, [32])
-    assert cache.report().tokens == (32,)
+    teacher_forced(models.quest, ids[:, :8], models.cache(SPARSE), [8])
+    teacher_forced(models.quest, ids[:, :31], cache, [31])
+    for _ in range(2):
+        with pytest.raises(PoolFullError):
+            teacher_forced(models.quest, ids[:, 31:34], cache, [3])
+        assert cache.report().tokens == (31,)
+    whole = models.cache(SPARSE)
+    teacher_forced(models.quest, ids[:, :31], whole, [31])
+    last = ids[:, 31:32]
+    assert torch.equal(teacher_forced(models.quest, last, cache, [1]), teacher_forced(models.quest, last, whole, [1]))
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no interval timer")
+@pytest.mark.parametrize("signals", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+def test_signals_at_any_time_lose_no_token_and_mix_none(name: str, signals: int) -> None:
+    """Decoding goes on at the column that the cache says, as often as Ctrl-C comes."""
+    model, ids, random = pair(name).quest, tokens(2, 120), Random(0)
+    expected = teacher_forced(model, ids, pair(name).cache(SPARSE), [30, *[1] * 90])[:, 29:]
+    begun = time.perf_counter()
+    teacher_forced(model, ids, pair(name).cache(SPARSE), [30, *[1] * 90])
+    step = (time.perf_counter() - begun) / 91
+    came = 0
+    while came < signals:
+        cache = pair(name).cache(SPARSE)
+        teacher_forced(model, ids[:, :30], cache, [30])
+        while (at := cache.get_seq_length()) < 120:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(step / 50, 4 * step))
+                while at < 120:
+                    got = teacher_forced(model, ids[:, at : at + 1], cache, [1])
+                    assert torch.equal(got[:, 0], expected[:, at - 29])
+                    at += 1
+            except KeyboardInterrupt:
+                came += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        assert cache.report().tokens == (120, 120)

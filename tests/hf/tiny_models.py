@@ -101,6 +101,14 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", _FULL, "conv", "conv", _FULL, "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
     # Its first layer is replaced by one with other KV heads (see `build`).
     "llama-mixed": ("LlamaConfig", {}),
 }
@@ -108,8 +116,8 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 _EAGER = ("gemma2", "gpt-oss")
 # Models whose rotary frequencies depend on the sequence's length.
 BY_LENGTH = ("llama-dynamic", "llama-longrope", "phi3-longrope", "phimoe-longrope")
-# Every other model that can be paged.
-NAMES = tuple(name for name in _CONFIGS if name != "mistral-window" and name not in BY_LENGTH)
+# Every other model that can be paged, but for one with layers that hold a state in place of keys.
+NAMES = tuple(name for name in _CONFIGS if name not in ("mistral-window", "lfm2", *BY_LENGTH))
 HYBRID = ("gemma3", "gemma2", "gpt-oss")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from questkv.errors import PoolFullError
 from questkv.pages import PageGeometry, PagePool, Sequence, SequenceBatch
+from questkv.pages import batch as batch_module
 
 S = 3
 
@@ -167,6 +168,62 @@ def test_an_undone_step_leaves_a_fork_untouched() -> None:
     assert second.lengths == [S + 1]
 
 
+def test_what_a_fork_writes_while_a_step_is_under_way_is_not_there_when_that_is_undone() -> None:
+    pool = make_pool()
+    first = SequenceBatch(pool, 1)
+    append(first, [S + 2])
+    second = first.fork()
+    second.crop([1])
+    first.reserve([1])  # leaves the page that both have
+    append(second, [1], start=50)
+    first.undo()
+    assert (stored(first, 0), stored(second, 0)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 50])
+
+
+def test_of_sequences_that_share_a_page_the_longest_writes_in_it_so_that_the_others_can_be_put_back() -> None:
+    pool = make_pool()
+    batch = SequenceBatch(pool, 1)
+    append(batch, [2])
+    batch.reorder([0, 0])
+    batch.crop([0, 1])
+    batch.reserve([1, 1])
+    batch.write(0, torch.full((2, 1, 2), 99.0), torch.full((2, 1, 2), -99.0))
+    batch.undo()
+    assert [stored(batch, row) for row in range(2)] == [[0, 1], [0]]
+    assert pool.num_held == 1
+
+
+@pytest.mark.parametrize("where", ["describe", "allocate", "copy_page", "release", "share"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_error_anywhere_in_a_step_leaves_sequences_and_counts_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
+) -> None:
+    batch = int8_batch()
+    append(batch, [2])
+    batch.reorder([0, 0])
+    batch.crop([0, 1])
+    before = [list(sequence.table) for sequence in batch.sequences], batch.lengths, batch.pool.num_held
+    owner = batch_module if where == "describe" else PagePool
+    real = getattr(owner, where)
+
+    def fail(*args: object, **kwargs: object) -> object:
+        real(*args, **kwargs)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, where, fail)
+        if where == "share":
+            with pytest.raises(error):
+                batch.reorder([1, 1, 0])
+        else:
+            with pytest.raises(error):
+                batch.reserve([2 * S, 2 * S])
+    assert ([list(s.table) for s in batch.sequences], batch.lengths, batch.pool.num_held) == before
+    assert batch.pool.holders(before[0][0][0]) == 2
+    append(batch, [1, 1], start=10)
+    assert [stored(batch, row) for row in range(2)] == [[0, 1, 10], [0, 11]]
+
+
 def test_a_step_without_a_token_is_complete_even_in_an_empty_pool() -> None:
     batch = SequenceBatch(make_pool(), 2)
     append(batch, [0, 0])
@@ -219,7 +276,7 @@ def test_a_wrong_reorder_leaves_every_sequence_as_it_was(indices: list[int]) -> 
 
 def test_a_sequence_refuses_to_forget_more_than_it_has() -> None:
     with pytest.raises(ValueError, match=r"\[crop\] tokens: expected 0 to 0, got 1"):
-        Sequence(make_pool()).crop(1)
+        Sequence(make_pool()).cropped(1)
 
 
 # Pages in eight bits

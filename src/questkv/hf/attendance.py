@@ -8,7 +8,10 @@ from weakref import ReferenceType, ref
 from transformers import PreTrainedModel
 
 from questkv.errors import CacheMismatchError
-from questkv.hf.watch import attention_layers, running_model, watch
+from questkv.hf.watch import attention_layers, is_running, running_model, watch
+
+# What forwards have taught: layers that lack tokens, and those that a forward waits for.
+Knowledge = tuple[frozenset[int], frozenset[int]]
 
 
 class Attendance:
@@ -40,6 +43,21 @@ class Attendance:
     def is_complete(self) -> bool:
         """Whether the forward waits for no layer."""
         return self.attended >= self._expected
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """What complete forwards have taught, to be put back after an exception."""
+        return frozenset(self.behind), frozenset(self._expected)
+
+    @knowledge.setter
+    def knowledge(self, knowledge: Knowledge) -> None:
+        self.behind, self._expected = set(knowledge[0]), set(knowledge[1])
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the caller runs inside the watched forward: in a hook, or behind the layers."""
+        model = None if self._model is None else self._model()
+        return self.is_watched and model is not None and is_running(model)
 
     def know(self, model: PreTrainedModel) -> None:
         """Stop waiting for layers that the model hasn't got."""

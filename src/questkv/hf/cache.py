@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -71,9 +70,17 @@ class QuestCache(Cache):
         cross = getattr(model_config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
         paged = [i for i in paged_layers(model_config, layers) if i not in cross]
         _warn_if_few(len(paged), len(layers))
-        self.state = PagedState(self.config, paged, max_tokens)
+        linear = {
+            i: LinearAttentionLayer(number_of_states=layer.number_of_states)
+            for i, layer in enumerate(layers)
+            if i in paged and isinstance(layer, LinearAttentionCacheLayerMixin)
+        }
+        own = [linear.get(i, layer) for i, layer in enumerate(layers) if i in linear or i not in paged]
+        self.state = PagedState(self.config, paged, max_tokens, own)
         super().__init__(
-            layers=[self._paged(i, own, model_config) if i in paged else own for i, own in enumerate(layers)]
+            layers=[
+                self._paged(i, linear.get(i), model_config) if i in paged else layer for i, layer in enumerate(layers)
+            ]
         )
         # The layer whose update begins a forward.
         self._first_layer = next(
@@ -89,10 +96,38 @@ class QuestCache(Cache):
         layer = self.layers[layer_idx]
         if layer_idx == self._first_layer:
             self._check_own_layers()
+        if not isinstance(layer, PagedLayer):
+            # Such a layer can be put back only where its model's forwards are watched.
+            self.state.attendance.find_model()
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if not isinstance(layer, PagedLayer):
             mark_own_layer(keys)
         return keys, values
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Hand a new state to a linear-attention layer; see `Cache.update_conv_state`."""
+        self.state.attendance.find_model()
+        states: torch.Tensor = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        return states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Hand a new state to a linear-attention layer; see `Cache.update_recurrent_state`."""
+        self.state.attendance.find_model()
+        states: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        return states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of all complete forwards, padding included; the same in every layer."""
+        return self.state.columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns that a forward of `query_length` new ones sees in a layer, and the first one's number."""
+        if self.state.own.layers and self.state.is_interrupted:
+            self.state.settle()
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def forward_begins(self, model: PreTrainedModel) -> None:
         """A forward that was given this cache begins; see `questkv.hf.watch`."""
@@ -191,9 +226,9 @@ class QuestCache(Cache):
             >>> cache = QuestCache(model.config)
             >>> cache.fill([(layer.keys, layer.values) for layer in dynamic_cache.layers])
         """
-        if self._own_layers():
+        if self.state.own.layers:
             raise UnsupportedError(
-                f"[fill] keys_values: expected a model whose layers are all paged, got {len(self._own_layers())} of "
+                f"[fill] keys_values: expected a model whose layers are all paged, got {len(self.state.own.layers)} of "
                 "another kind"
             )
         if len(keys_values) != len(self.layers):
@@ -221,29 +256,52 @@ class QuestCache(Cache):
         """A second cache with the same tokens; pages are shared and copied only where one of the two writes.
 
         Args:
-            config: Another configuration to decode with, of the same page size, box and KV dtype; None keeps this one.
+            config: Another configuration to decode with, of the same `page_size`, `box_dtype`, `kv_dtype`, `span_pages`
+                and `offload`; None keeps this one.
 
         Raises:
             ConfigError: The other configuration's pages would differ from those that are shared.
         """
-        other = copy.copy(self)
-        other._handle = None
+        if config is not None and not isinstance(config, QuestConfig):
+            raise TypeError(f"[fork] config: expected a QuestConfig, got {type(config).__name__}")
+        self.state.settle()
+        other = QuestCache.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._handle, other._local_masks = None, {}
         other.config = self.config if config is None else config
-        other.state = self.state.fork(other.config)
-        other.layers = [
-            layer.over(other.state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer) for layer in self.layers
-        ]
-        return other
+        own = copy.deepcopy(self.state.own.layers)
+        other.state = self.state.fork(other.config, own)
+        try:
+            copies = iter(own)
+            other.layers = [
+                layer.over(other.state, copies) if isinstance(layer, PagedLayer) else next(copies)
+                for layer in self.layers
+            ]
+            return other
+        except BaseException:
+            other.state.free()
+            raise
+
+    def __copy__(self) -> QuestCache:
+        """A fork: nothing that one cache does is seen by the other."""
+        return self.fork()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuestCache:
         """A fork: nothing that one cache does is seen by the other."""
         return self.fork()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused, by pickle and torch.save."""
+        return self.state.__reduce_ex__(protocol)
+
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
-        self.state.reset()
-        for layer in self._own_layers():
-            layer.reset()
+
+        def reset() -> None:
+            self.state.reset()
+            self.state.own.reset()
+
+        self.state.change(reset)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -`tokens_to_remove` tokens (a number <= 0, as transformers has it).
@@ -254,48 +312,51 @@ class QuestCache(Cache):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"[crop] tokens_to_remove: expected a number <= 0, got {tokens_to_remove}")
+        self.state.settle()
         self.state.check_crop(-tokens_to_remove)
-        # A sliding window that keeps no past refuses, so it is asked before anything is forgotten.
-        for layer in self._own_layers():
-            layer.crop(tokens_to_remove)
-        self.state.crop(-tokens_to_remove)
+
+        def crop() -> None:
+            self.state.own.crop(tokens_to_remove)
+            self.state.crop(-tokens_to_remove)
+
+        self.state.change(crop)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] was (beam search)."""
-        self.state.reorder(beam_idx)
-        for layer in self._own_layers():
-            layer.reorder_cache(beam_idx)
+        self._reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times, sharing its pages."""
-        self.state.reorder(torch.arange(self.state.batch_size or 0).repeat_interleave(repeats))
-        for layer in self._own_layers():
-            layer.batch_repeat_interleave(repeats)
+        self._reorder(self._rows().repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences at `indices` (numbers, or a bool mask)."""
-        self.state.reorder(torch.arange(self.state.batch_size or 0)[indices.cpu()])
-        for layer in self._own_layers():
-            layer.batch_select_indices(indices)
+        self._reorder(self._rows()[indices.cpu()])
 
-    def _paged(self, index: int, own: CacheLayerMixin, model_config: PreTrainedConfig) -> PagedLayer:
+    def _paged(self, index: int, linear: LinearAttentionLayer | None, model_config: PreTrainedConfig) -> PagedLayer:
         """What takes the place of a layer of transformers' that holds every token's keys and values."""
-        if isinstance(own, LinearAttentionCacheLayerMixin):
-            linear = LinearAttentionLayer(number_of_states=own.number_of_states)
+        if linear is not None:
             return PagedHybridLayer(self.state, index, model_config, linear)
         return PagedLayer(self.state, index, model_config)
 
-    def _own_layers(self) -> list[Any]:
-        """The layers that are transformers' own, and what a layer keeps besides its pages."""
-        own = (layer.linear if isinstance(layer, PagedHybridLayer) else layer for layer in self.layers)
-        return [layer for layer in own if not isinstance(layer, PagedLayer)]
+    def _rows(self) -> torch.Tensor:
+        """[B] int64 the numbers of the sequences."""
+        self.state.settle()
+        return torch.arange(self.state.batch_size or 0)
+
+    def _reorder(self, indices: torch.Tensor) -> None:
+        def reorder() -> None:
+            self.state.reorder(indices)
+            self.state.own.reorder(indices)
+
+        self.state.change(reorder)
 
     def _check_own_layers(self) -> None:
         """Between forwards every layer holds the same columns.
 
         A forward that was interrupted can be undone in pages, but not in a sliding window.
         """
-        for layer in self._own_layers():
+        for layer in self.state.own.layers:
             if getattr(layer, "is_sliding", False) and layer.get_seq_length() != self.state.columns:
                 raise CacheMismatchError(
                     f"[QuestCache] sliding-window layers: expected the {self.state.columns} tokens that the paged "

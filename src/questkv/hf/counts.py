@@ -7,6 +7,9 @@ import torch
 # Steps whose counts a layer keeps apart before it adds them up.
 _MOST_KEPT = 64
 
+# What `PageCounts` holds: pages read, pages held and fetches, by layer.
+Counted = tuple[dict[int, list[torch.Tensor]], dict[int, int], dict[int, torch.Tensor]]
+
 
 class PageCounts:
     """Pages that layers read and held, summed over decode steps, rows and KV heads."""
@@ -43,6 +46,15 @@ class PageCounts:
         """What `add_fetches` added, over all layers."""
         there, copied = (sum(int(fetches[which]) for fetches in self._fetches.values()) for which in (0, 1))
         return there, copied
+
+    @property
+    def counted(self) -> Counted:
+        """Everything that was added, to be put back after an exception."""
+        return {layer: list(read) for layer, read in self._read.items()}, dict(self._held), dict(self._fetches)
+
+    @counted.setter
+    def counted(self, counted: Counted) -> None:
+        self._read, self._held, self._fetches = counted
 
     def clear(self) -> None:
         """Start from zero."""

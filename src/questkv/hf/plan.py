@@ -10,6 +10,7 @@ import torch
 
 from questkv import kernels
 from questkv.config import QuestConfig
+from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.pages import Step
 
 
@@ -26,6 +27,44 @@ class Columns:
     batch: int
     width: int
     real: torch.Tensor | None
+
+    @staticmethod
+    def of(batch: int, width: int, mask: torch.Tensor | None, columns: int, real: torch.Tensor | None) -> Columns:
+        """The columns that a mask adds to those cached.
+
+        Args:
+            batch: B.
+            width: New columns.
+            mask: [B, columns + width] bool, or None if all new ones are real.
+            columns: Columns cached.
+            real: [B, columns] bool, which of these are real; None if all are.
+        """
+        if mask is None:
+            return Columns(batch, width, None)
+        if mask.shape[1] != columns + width:
+            raise CacheMismatchError(
+                f"[questkv] attention_mask: expected {columns + width} columns (cached and new tokens), got "
+                f"{mask.shape[1]}"
+            )
+        past, new = mask[:, :columns], mask[:, columns:]
+        known = torch.ones_like(past) if real is None else real
+        if not torch.equal(past, known):
+            raise UnsupportedError(
+                "[questkv] attention_mask: expected the cached tokens' mask unchanged, got another; masking a token "
+                "after it was cached is not supported"
+            )
+        return Columns(batch, width, None if bool(new.all()) else new)
+
+    def behind(self, columns: int, real: torch.Tensor | None) -> torch.Tensor | None:
+        """[B, columns + width] bool of all columns, None if all are real; `columns` and `real` as in `of`."""
+        if real is None and self.real is None:
+            return None
+        device = (real if real is not None else self.real).device  # type: ignore[union-attr]
+        past = real if real is not None else torch.ones(self.batch, columns, dtype=torch.bool, device=device)
+        new = (
+            self.real if self.real is not None else torch.ones(self.batch, self.width, dtype=torch.bool, device=device)
+        )
+        return torch.cat([past, new], dim=1)
 
     @cached_property
     def counts(self) -> list[int]:

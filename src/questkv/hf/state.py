@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +13,9 @@ from questkv.errors import CacheMismatchError, ConfigError, UnsupportedError
 from questkv.hf.attendance import Attendance
 from questkv.hf.counts import PageCounts
 from questkv.hf.group import Group, Softmax
+from questkv.hf.own_layers import OwnLayers
 from questkv.hf.plan import Columns, Plan
+from questkv.hf.snapshot import Snapshot
 from questkv.pages import PageGeometry, PagePool, SequenceBatch
 
 # Called with a layer, its new queries [B, Hq, n, D] and how their logits become weights; see `QuestCache.observe`.
@@ -22,17 +25,23 @@ Observer = Callable[[int, torch.Tensor, Softmax], None]
 class PagedState:
     """Sequences of all paged layers, and the forward that is under way.
 
-    A forward begins with the first paged layer that attends and is complete when every paged layer of the model has, or
-    when the model's forward has returned without the others (see `questkv.hf.watch`). One that an exception ended is
-    undone; until it is complete it doesn't count in `columns`.
+    A forward that is watched (see `questkv.hf.watch`) is complete when the model's forward has returned. Where nobody
+    watches, it begins with the first paged layer that attends and is complete when every one of the model has. One that
+    an exception ended is undone; until it is complete it doesn't count in `columns`.
+
+    What changes more than one thing keeps a snapshot first. While that is there, something is under way: an exception
+    has it put back, or, if that was interrupted too, whatever comes next does.
 
     Args:
         config: The method's configuration.
         paged_layers: The model's layers that are paged, ascending.
         max_tokens: Most tokens that the pages may hold, over all sequences.
+        own: The cache's layers that are transformers' own.
     """
 
-    def __init__(self, config: QuestConfig, paged_layers: list[int], max_tokens: int | None) -> None:
+    def __init__(
+        self, config: QuestConfig, paged_layers: list[int], max_tokens: int | None, own: Sequence[Any] = ()
+    ) -> None:
         self.config = config
         self.paged_layers = paged_layers
         self.max_tokens = max_tokens
@@ -42,9 +51,11 @@ class PagedState:
         self.groups: dict[PageGeometry, Group] = {}
         self.observer: Observer | None = None
         self.counts = PageCounts()
+        self.own = OwnLayers(own)
         self._forward: Columns | None = None
         self.attendance = Attendance(paged_layers)
-        self._columns_before = 0
+        # What is put back if what is under way fails.
+        self._before: Snapshot | None = None
 
     @property
     def batch_size(self) -> int | None:
@@ -63,13 +74,22 @@ class PagedState:
 
     @property
     def _is_under_way(self) -> bool:
-        return self._forward is not None and not self.attendance.is_complete
+        return self._before is not None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a watched forward is under way that is no longer running."""
+        return self._is_under_way and self.attendance.is_watched and not self.attendance.is_inside
 
     def forward_begins(self, model: PreTrainedModel) -> None:
         """A watched forward begins: one that is still under way was interrupted."""
-        self.settle()
+        self._end()
+        if not self.columns:
+            # Left by a forward that nobody watched.
+            self.own.reset()
         self.attendance.know(model)
-        self.attendance.is_watched, self._columns_before = True, self.columns
+        self._before = Snapshot.of(self, own=True)
+        self.attendance.is_watched = True
 
     def forward_returned(self) -> None:
         """A watched forward has returned: the layers that haven't attended don't run in this model.
@@ -80,19 +100,18 @@ class PagedState:
         """
         if not self.attendance.is_watched:
             return
-        self.attendance.is_watched = False
-        if self._is_under_way:
-            try:
+        try:
+            if self._forward is None:
+                raise CacheMismatchError(
+                    "[QuestCache] forward: expected its tokens in the cache, it returned without writing any: no paged "
+                    "layer of the model has attended"
+                )
+            if not self.attendance.is_complete:
                 self.attendance.check_not_taken_back()
-            except CacheMismatchError:
-                self._undo()
-                raise
             self._commit()
-        elif self.columns == self._columns_before:
-            raise CacheMismatchError(
-                "[QuestCache] forward: expected its tokens in the cache, it returned without writing any: no paged "
-                "layer of the model has attended"
-            )
+        except BaseException:
+            self._undo()
+            raise
 
     def begin(self, batch: int, width: int, mask: torch.Tensor | None) -> None:
         """Start a forward: find the real tokens among its columns and make room for them in every group.
@@ -102,28 +121,28 @@ class PagedState:
             width: Its columns, padding included.
             mask: [B, columns] bool 2-D padding mask over all columns, or None.
         """
-        if self.attendance.is_watched and self._is_under_way:
-            raise CacheMismatchError(
-                "[QuestCache] forward: expected every layer once in a forward, got one again before the others: the "
-                "model runs a layer twice, or its forward was interrupted and then called without its hooks"
-            )
-        self.settle()
-        self.attendance.find_model()
+        if self.attendance.is_watched and self._is_under_way and self._forward is not None:
+            if not self.attendance.is_complete:
+                raise CacheMismatchError(
+                    "[QuestCache] forward: expected every layer once in a forward, got one again before the others: "
+                    "the model runs a layer twice, or its forward was interrupted and then called without its hooks"
+                )
+            self._commit()  # the model's forward goes through all layers again
+            self.attendance.attended.clear()
+            self.attendance.is_watched = True
+        if not self._is_under_way or not self.attendance.is_watched:
+            if not self.attendance.is_watched:
+                self._end()
+                self.attendance.find_model()
+            self._before = Snapshot.of(self, own=False)
         if self.batch_size not in (None, batch):
             raise CacheMismatchError(
                 f"[questkv] batch: expected {self.batch_size} sequences as in the cache, got {batch}; use a new cache, "
                 "cache.reset(), or cache.batch_repeat_interleave(n)"
             )
-        forward = Columns(batch, width, self._new_columns(width, mask))
-        reserved: list[Group] = []
-        try:
-            for group in self.groups.values():
-                group.plan = Plan(group.batch.reserve(forward.counts), self.config)
-                reserved.append(group)
-        except BaseException:
-            for group in reserved:
-                group.batch.undo()
-            raise
+        forward = Columns.of(batch, width, mask, self.columns, self.real)
+        for group in self.groups.values():
+            group.plan = Plan(group.batch.reserve(forward.counts), self.config)
         self._forward = forward
 
     def attend(
@@ -158,19 +177,20 @@ class PagedState:
                 return self.attend(layer, query, (pair[0], pair[1]) if new else None, mask, softmax, begun=begun)
         attended = self.attendance.attended
         try:
-            if not begun and new is not None and (not self._is_under_way or layer in attended):
+            has_begun = self._is_under_way and self._forward is not None and layer not in attended
+            if not begun and new is not None and not has_begun:
                 self.begin(new[0].shape[0], new[0].shape[2], mask)
             out = self._attend(layer, query, new, softmax)
             if self.observer is not None:
                 self.observer(layer, query, softmax)
+            if layer not in attended:
+                attended.add(layer)
+                if self.attendance.is_complete and not self.attendance.is_watched:
+                    self._commit()
+            return out
         except BaseException:
             self._undo()
             raise
-        if layer not in attended:
-            attended.add(layer)
-            if self.attendance.is_complete:
-                self._commit()
-        return out
 
     def _attend(
         self, layer: int, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None, softmax: Softmax
@@ -203,16 +223,21 @@ class PagedState:
 
     def fill(self, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """See `QuestCache.fill`."""
-        for layer in self.paged_layers:
-            keys, values = layers[layer]
-            if layer == self.paged_layers[0]:
-                self.begin(keys.shape[0], keys.shape[2], None)
-            group = self._group(layer, keys)
-            assert self._forward is not None
-            packed = self._forward.pack(keys), self._forward.pack(values)
-            group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
-            self.attendance.attended.add(layer)
-        self._commit()
+        self.settle()
+        try:
+            for layer in self.paged_layers:
+                keys, values = layers[layer]
+                if layer == self.paged_layers[0]:
+                    self.begin(keys.shape[0], keys.shape[2], None)
+                group = self._group(layer, keys)
+                assert self._forward is not None
+                packed = self._forward.pack(keys), self._forward.pack(values)
+                group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
+                self.attendance.attended.add(layer)
+            self._commit()
+        except BaseException:
+            self._undo()
+            raise
 
     def settle(self) -> None:
         """End the last forward: undo it if it was interrupted.
@@ -221,6 +246,23 @@ class PagedState:
             CacheMismatchError: It ended as the one before, and nobody knows whether an exception ended them; the cache
                 is as it was before the two.
         """
+        has_run = self._is_under_way and self._forward is not None and self.attendance.is_complete
+        if has_run and self.attendance.is_inside:
+            self._commit()
+        self._end()
+
+    def change(self, change: Callable[[], None]) -> None:
+        """Change all layers, or none: what `change` did is undone if it raises."""
+        self.settle()
+        self._before = Snapshot.of(self, own=True)
+        try:
+            change()
+            self._before = None
+        except BaseException:
+            self._undo()
+            raise
+
+    def _end(self) -> None:
         try:
             if self._is_under_way:
                 self.attendance.take_back()
@@ -228,15 +270,11 @@ class PagedState:
             self._undo()
 
     def _undo(self) -> None:
-        """Forget the forward that is under way, if one is."""
-        if self._is_under_way:
-            for group in self.groups.values():
-                group.batch.undo()
-            if not self.columns:
-                # Nothing was ever complete, so the next forward may bring another batch.
-                self.groups.clear()
+        """Put back what was before what is under way, if something is."""
+        if self._before is not None:
+            self._before.put_back(self)
             self.attendance.is_watched = False
-        self._forward = None
+        self._forward = self._before = None
         self.attendance.attended.clear()
 
     def check_crop(self, tokens: int) -> None:
@@ -245,9 +283,7 @@ class PagedState:
             raise ValueError(f"[crop] tokens: expected 0 to {self.columns}, got {tokens}")
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `tokens` columns of every sequence."""
-        self.check_crop(tokens)
-        self.settle()
+        """Forget the last `tokens` columns of every sequence. Part of a `change`."""
         kept = self.columns - tokens
         for group in self.groups.values():
             group.batch.crop(
@@ -257,37 +293,49 @@ class PagedState:
         self.real = None if self.real is None else self.real[:, :kept]
 
     def reorder(self, indices: torch.Tensor) -> None:
-        """Sequence i becomes what sequence indices[i] was."""
-        self.settle()
+        """Sequence i becomes what sequence indices[i] was. Part of a `change`."""
         for group in self.groups.values():
             group.batch.reorder(indices.tolist())
         self.real = None if self.real is None else self.real[indices.to(self.real.device)]
 
     def reset(self) -> None:
-        """Forget every token and every count."""
-        self.settle()
-        for group in self.groups.values():
-            group.batch.free()
-        self.groups.clear()
+        """Forget every token and every count. Part of a `change`."""
+        self.free()
+        self.groups = {}
         self.columns, self.real = 0, None
         self.attendance = Attendance(self.paged_layers)
         self.counts.clear()
 
-    def fork(self, config: QuestConfig) -> PagedState:
-        """The same tokens in a second state, sharing every page; its counts start at zero."""
-        for name in ("page_size", "box_dtype", "kv_dtype", "offload"):
+    def free(self) -> None:
+        """Give every page back."""
+        for group in self.groups.values():
+            group.batch.free()
+
+    def fork(self, config: QuestConfig, own: Sequence[Any]) -> PagedState:
+        """The same tokens in a second state, sharing every page; its counts start at zero, and `own` are its layers."""
+        for name in ("page_size", "box_dtype", "kv_dtype", "span_pages", "offload"):
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(
                     f"[fork] {name}: expected {getattr(self.config, name)!r} as in the shared pages, "
                     f"got {getattr(config, name)!r}"
                 )
-        self.settle()
-        other = PagedState(config, self.paged_layers, self.max_tokens)
+        other = PagedState(config, self.paged_layers, self.max_tokens, own)
         other.columns, other.real = self.columns, self.real
         other.attendance = self.attendance.fork()
-        for geometry, group in self.groups.items():
-            other.groups[geometry] = Group(group.pool, group.batch.fork(), dict(group.layers))
-        return other
+        try:
+            for geometry, group in self.groups.items():
+                other.groups[geometry] = Group(group.pool, group.batch.fork(), dict(group.layers))
+            return other
+        except BaseException:
+            other.free()
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: pages are shared with other caches, and belong to a process."""
+        raise UnsupportedError(
+            "[QuestCache] pickle: expected a cache to stay in its process; cache.fork() copies it there, and the keys "
+            "and values that cache.keys_values(layer) gives can be saved and put into a new cache with cache.fill"
+        )
 
     def _write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Write a layer's new tokens, or give them back packed for `Group.step` to write where each is a row."""
@@ -313,41 +361,19 @@ class PagedState:
         group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
         return None
 
-    def _new_columns(self, width: int, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """[B, width] bool of the new columns, None if all are real."""
-        if mask is None:
-            return None
-        if mask.shape[1] != self.columns + width:
-            raise CacheMismatchError(
-                f"[questkv] attention_mask: expected {self.columns + width} columns (cached and new tokens), "
-                f"got {mask.shape[1]}"
-            )
-        past, new = mask[:, : self.columns], mask[:, self.columns :]
-        known = torch.ones_like(past) if self.real is None else self.real
-        if not torch.equal(past, known):
-            raise UnsupportedError(
-                "[questkv] attention_mask: expected the cached tokens' mask unchanged, got another; masking a token "
-                "after it was cached is not supported"
-            )
-        return None if bool(new.all()) else new
-
     def _commit(self) -> None:
         assert self._forward is not None
-        width, new = self._forward.width, self._forward.real
-        if self.real is not None or new is not None:
-            batch, device = self._forward.batch, next(iter(self.groups)).device
-            past = (
-                self.real if self.real is not None else torch.ones(batch, self.columns, dtype=torch.bool, device=device)
-            )
-            added = new if new is not None else torch.ones(batch, width, dtype=torch.bool, device=device)
-            self.real = torch.cat([past, added], dim=1)
+        real = self._forward.behind(self.columns, self.real)
         left_out = self.attendance.complete()
         for group in self.groups.values():
             for layer in left_out & group.layers.keys():
                 self.attendance.behind.add(layer)
                 group.batch.written(group.layers[layer])
-            group.batch.settle()
-        self.columns += width
+            group.batch.finish()
+        self.real = real
+        self.columns += self._forward.width
+        self.attendance.is_watched = False
+        self._before = None  # last: before this, an exception undoes the forward
 
     def _group_of(self, layer: int) -> Group | None:
         """The layer's group, None before its first token."""

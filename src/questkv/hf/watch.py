@@ -64,6 +64,16 @@ def running_model() -> PreTrainedModel | None:
     return found
 
 
+def is_running(model: PreTrainedModel) -> bool:
+    """Whether a call of the model is among the callers, its hooks included."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def attention_layers(model: torch.nn.Module) -> set[int]:
     """The numbers of the layers that a model has, fewer than its config says in a pruned one; empty if not known."""
     layers = ((type(module), getattr(module, "layer_idx", None)) for module in model.modules())

@@ -3,83 +3,37 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from questkv import kernels
-from questkv.errors import PoolFullError
 from questkv.kernels.blockwise import tokens_of
+from questkv.pages.exclusive import exclusive
 from questkv.pages.pool import PagePool
 from questkv.pages.sequence import Sequence
+from questkv.pages.step import Step, describe
 
 
-@dataclass
-class Step:
-    """New tokens for every sequence, reserved once and then written layer by layer.
+class BatchState(NamedTuple):
+    """A batch's sequences, the step that is under way, and the sequences before it."""
 
-    Attributes:
-        counts: New tokens of every sequence.
-        lengths: Tokens of every sequence, the new ones included.
-        slots: [T] int64, ``physical page * S + slot`` of the new tokens, sequence after sequence; T = sum(counts).
-        sealed: [m] int64 physical pages that the new tokens seal.
-        into: [m] int64 closed pages that they move into, as codes with ``kv_dtype="int8"``; None if they stay.
-        page_table: [B, P] int64 physical pages, -1 past a sequence's own.
-        written_table: Like `page_table`, with the pages of `sealed` where that has those of `into`.
-        spans: [k, C] int64 physical pages of the spans that the new tokens complete; None without spans.
-        page_size: S.
-        written: Layers that hold the new tokens already.
-    """
+    sequences: list[Sequence]
+    step: Step | None
+    before: list[Sequence] | None
 
-    counts: list[int]
-    lengths: list[int]
-    slots: torch.Tensor
-    sealed: torch.Tensor
-    into: torch.Tensor | None
-    page_table: torch.Tensor
-    written_table: torch.Tensor
-    spans: torch.Tensor | None
-    page_size: int
-    written: set[int] = field(default_factory=set)
 
-    @cached_property
-    def row_lengths(self) -> list[int]:
-        """Tokens visible to every new token when each is a row of its own, sequence after sequence."""
-        return [
-            length - count + token + 1
-            for length, count in zip(self.lengths, self.counts, strict=True)
-            for token in range(count)
-        ]
+class _Kept:
+    """What a batch holds; the pool counts it, and gives it back when the batch is garbage."""
 
-    @cached_property
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page table [T, P] and lengths [T] with a row for every new token, as the operators take them.
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
 
-        A page that the step moves is closed for the tokens after it and plain for those inside it, as it is when each
-        token comes alone.
-        """
-        device = self.page_table.device
-        counts, lengths = torch.tensor(self.counts, device=device), torch.tensor(self.row_lengths, device=device)
-        table = self.page_table.repeat_interleave(counts, dim=0)
-        if self.into is not None and max(self.counts, default=0) > 1:
-            open_pages = torch.div(lengths - 1, self.page_size, rounding_mode="floor")[:, None]
-            written = self.written_table.repeat_interleave(counts, dim=0)
-            table.scatter_(1, open_pages, written.gather(1, open_pages))
-        return table, lengths
-
-    def run(self, sequence: int) -> torch.Tensor:
-        """[P] page table for a sequence's new tokens as one dense block: they read each other as they were written.
-
-        Pages before the first new token's are read as later tokens will find them, coded ones decoded.
-        """
-        length = self.lengths[sequence]
-        first, end = (length - self.counts[sequence]) // self.page_size, -(-length // self.page_size)
-        if self.into is None:
-            return self.page_table[sequence, :end]
-        return torch.cat([self.page_table[sequence, :first], self.written_table[sequence, first:end]])
+    @property
+    def pages(self) -> list[int]:
+        """Every page of every sequence."""
+        return [page for sequence in self.sequences for page in sequence.pages]
 
 
 class SequenceBatch:
@@ -89,6 +43,8 @@ class SequenceBatch:
     there. A step that not every layer has written when the next one is reserved (an interrupted forward) is undone.
     Pages are given back when the batch is garbage collected.
 
+    What fails in a method leaves the sequences as they were, whatever the exception and wherever it came.
+
     Args:
         pool: Where the pages come from.
         size: B.
@@ -96,18 +52,41 @@ class SequenceBatch:
 
     def __init__(self, pool: PagePool, size: int) -> None:
         self.pool = pool
-        self.sequences = [Sequence(pool) for _ in range(size)]
         self.step: Step | None = None
-        weakref.finalize(self, _free, self.sequences)
+        self._kept = _Kept([Sequence(pool) for _ in range(size)])
+        # The sequences before the step that is under way.
+        self._before: list[Sequence] | None = None
+        pool.enter(self._kept)
+        weakref.finalize(self, pool.leave, self._kept)
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences; a method that changes them makes another list."""
+        return self._kept.sequences
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
         return [sequence.length for sequence in self.sequences]
 
+    @property
+    def state(self) -> BatchState:
+        """What `put_back` takes: the sequences and the step as they are."""
+        return BatchState(self.sequences, self.step, self._before)
+
+    @exclusive
+    def put_back(self, state: BatchState) -> None:
+        """Be what the batch was when it had `state`.
+
+        Its tokens are still there as long as at most one step was reserved since then and none after that settled.
+        """
+        self._kept.sequences, self.step, self._before = state
+        self.pool.recount()
+
+    @exclusive
     def reserve(self, counts: Iterable[int]) -> Step:
         """Make room for `counts` new tokens of every sequence, copying a shared page before it is written.
 
@@ -119,8 +98,16 @@ class SequenceBatch:
         if len(counts) != len(self.sequences) or any(count < 0 for count in counts):
             raise ValueError(f"[reserve] counts: expected {len(self.sequences)} numbers >= 0, got {counts}")
         self.settle()
-        self.step = self._describe(counts, self._make_room(counts))
-        return self.step
+        state = self.state
+        try:
+            sequences, into, given_up = self._make_room(counts)
+            self.step = describe(self.pool.geometry, sequences, counts, into)
+            self._before, self._kept.sequences = state.sequences, sequences
+            self.pool.release(given_up)
+            return self.step
+        except BaseException:
+            self.put_back(state)
+            raise
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, backend: str = "auto") -> None:
         """Write the reserved tokens of one layer and seal the pages that they seal.
@@ -170,23 +157,35 @@ class SequenceBatch:
         assert self.step is not None, "reserve comes before write"
         return self.step
 
+    @exclusive
+    def finish(self) -> None:
+        """End the last step, which every layer has written: give back the pages that it replaced."""
+        state = self.state
+        try:
+            replaced = [page for sequence in self.sequences for page in sequence.replaced]
+            if replaced:
+                self._kept.sequences = [sequence.settled() for sequence in self.sequences]
+                self.pool.release(replaced)
+            self.step = self._before = None
+        except BaseException:
+            self.put_back(state)
+            raise
+
+    @exclusive
     def settle(self) -> None:
-        """End the last step: undo it if not every layer has written it, else give back the pages that it replaced."""
+        """End the last step: undo it if not every layer has written it; and give memory that is free back."""
         if self.step is not None and len(self.step.written) < self.pool.num_layers:
             self.undo()
-        for sequence in self.sequences:
-            sequence.settle()
+        self.finish()
         self.pool.trim()
-        self.step = None
 
+    @exclusive
     def undo(self) -> None:
         """Take the last step back, if it has not been settled."""
-        if self.step is not None:
-            for sequence, count in zip(self.sequences, self.step.counts, strict=True):
-                sequence.restore()
-                sequence.crop(count)
-            self.step = None
+        if self.step is not None and self._before is not None:
+            self.put_back(BatchState(self._before, None, None))
 
+    @exclusive
     def crop(self, counts: Iterable[int]) -> None:
         """Forget the last tokens of every sequence.
 
@@ -199,9 +198,9 @@ class SequenceBatch:
             not 0 <= n <= length for n, length in zip(counts, self.lengths, strict=True)
         ):
             raise ValueError(f"[crop] counts: expected at most {self.lengths}, got {counts}")
-        for sequence, count in zip(self.sequences, counts, strict=True):
-            sequence.crop(count)
+        self._change([sequence.cropped(count) for sequence, count in zip(self.sequences, counts, strict=True)])
 
+    @exclusive
     def reorder(self, indices: Iterable[int]) -> None:
         """Sequence i becomes what sequence indices[i] was; the batch may grow or shrink (beam search).
 
@@ -212,64 +211,90 @@ class SequenceBatch:
         if any(not 0 <= index < len(self.sequences) for index in indices):
             raise ValueError(f"[reorder] indices: expected 0 to {len(self.sequences) - 1}, got {indices}")
         self.settle()
-        chosen = [self.sequences[index].fork() for index in indices]
-        _free(self.sequences)
-        self.sequences[:] = chosen
+        self._change([self.sequences[index] for index in indices])
 
+    @exclusive
     def fork(self) -> SequenceBatch:
         """A second batch with the same tokens, sharing every page."""
         self.settle()
         other = SequenceBatch(self.pool, 0)
-        other.sequences.extend(sequence.fork() for sequence in self.sequences)
-        return other
+        try:
+            other._change(self.sequences)
+            return other
+        except BaseException:
+            other.free()
+            raise
 
+    @exclusive
     def free(self) -> None:
         """Give every page back; the sequences are empty then."""
-        self.step = None
-        _free(self.sequences)
+        self.settle()
+        self._change([Sequence(self.pool) for _ in self.sequences])
 
-    def _make_room(self, counts: list[int]) -> dict[int, int]:
-        """Grow every sequence; returns the closed page for each plain one that the step seals and moves."""
+    @exclusive
+    def _change(self, sequences: list[Sequence]) -> None:
+        """Have these sequences from now on, or stay as it was."""
+        state = self.state
+        try:
+            gone, self._kept.sequences = self._kept.pages, sequences
+            # Shared first, so that a page that stays is at no time free.
+            self.pool.share(self._kept.pages)
+            self.pool.release(gone)
+        except BaseException:
+            self.put_back(state)
+            raise
+
+    def _make_room(self, counts: list[int]) -> tuple[list[Sequence], dict[int, int], list[int]]:
+        """The sequences, grown; the closed page for each plain one that the step seals and moves; pages given up."""
         page_size = self.pool.geometry.page_size
-        missing, copies = [], []
+        copies, kept = self._copies(counts)
+        missing: list[int] = []
         places: list[int] = []  # logical, of the pages that are taken
-        given_up: Counter[int] = Counter()
-        for sequence, count in zip(self.sequences, counts, strict=True):
+        for sequence, count, copy in zip(self.sequences, counts, copies, strict=True):
             missing.append(-(-(sequence.length + count) // page_size) - len(sequence.table))
-            copy = count > 0 and sequence.length % page_size > 0
-            if copy and not self.pool.is_closed(sequence.table[-1]):
-                # Of several sequences that leave the same shared page, the last holder keeps it.
-                page = sequence.table[-1]
-                copy = self.pool.holders(page) - given_up[page] > 1
-                given_up[page] += copy
-            copies.append(copy)
             places += range(len(sequence.table) - copy, len(sequence.table) + missing[-1])
         to_close = self._to_close(counts)
+        closed_places = self._closed_places(to_close)
         pages = self.pool.allocate(len(places), ends=self._ends(places))
-        try:
-            closed_places = self._closed_places(to_close)
-            ends = self._ends(closed_places)
-            closed = self.pool.allocate(len(closed_places), closed=True, ends=ends) if closed_places else []
-        except PoolFullError:
-            self.pool.release(pages)
-            raise
+        closed: list[int] = []
+        if closed_places:
+            closed = self.pool.allocate(len(closed_places), closed=True, ends=self._ends(closed_places))
+        grown: list[Sequence] = []
+        given_up: list[int] = []
         for sequence, count, new, copy in zip(self.sequences, counts, missing, copies, strict=True):
+            after = Sequence(self.pool, list(sequence.table), sequence.length + count)
             if copy:
-                self._copy_open_page(sequence, pages.pop(0))
-            sequence.table.extend(pages[:new])
+                page, last = pages.pop(0), len(after.table) - 1
+                self.pool.copy_page(after.table[last], page)
+                if after.table[last] in kept:
+                    given_up.append(after.table[last])
+                    after.table[last] = page
+                else:
+                    # Held until the step ends: whoever else has it might write there.
+                    after.replace(last, page)
+            after.table += pages[:new]
             del pages[:new]
-            sequence.length += count
-        return self._put_closed(to_close, closed)
+            grown.append(after)
+        return grown, self._put_closed(grown, to_close, closed), given_up
 
-    def _copy_open_page(self, sequence: Sequence, page: int) -> None:
-        """Make the last page writable: it is shared, or a crop opened it again after it was closed."""
-        self.pool.copy_page(sequence.table[-1], page)
-        if self.pool.is_closed(sequence.table[-1]):
-            # Decoding codes rounds to the model's type, so what undoes the step is the closed page.
-            sequence.replace(len(sequence.table) - 1, page)
-        else:
-            self.pool.release([sequence.table[-1]])
-            sequence.table[-1] = page
+    def _copies(self, counts: list[int]) -> tuple[list[bool], set[int]]:
+        """Which sequences need a copy of their last page: it is shared, or a crop opened it again after it was closed.
+
+        Of several sequences that leave the same page, with nobody else there, the longest keeps it: it writes behind
+        the others' tokens, so that they are still there when the step is undone. Such pages are the second result.
+        """
+        copies, kept = [False] * len(self.sequences), set[int]()
+        leaving: dict[int, list[int]] = {}
+        for row, (sequence, count) in enumerate(zip(self.sequences, counts, strict=True)):
+            if count and sequence.length % self.pool.geometry.page_size:
+                copies[row] = True
+                if not self.pool.is_closed(sequence.table[-1]):
+                    leaving.setdefault(sequence.table[-1], []).append(row)
+        for page, rows in leaving.items():
+            if self.pool.holders(page) == len(rows):
+                copies[max(rows, key=lambda row: (self.sequences[row].length, row))] = False
+                kept.add(page)
+        return copies, kept
 
     def _to_close(self, counts: list[int]) -> list[range]:
         """Logical pages of every sequence that `counts` new tokens seal and move, without those moved before."""
@@ -301,10 +326,10 @@ class SequenceBatch:
             shared.update(full)
         return places
 
-    def _put_closed(self, to_close: list[range], closed: list[int]) -> dict[int, int]:
+    def _put_closed(self, grown: list[Sequence], to_close: list[range], closed: list[int]) -> dict[int, int]:
         """Put closed pages in the place of the plain ones that the step seals; returns which for which."""
         into: dict[int, int] = {}
-        for sequence, logical_pages in zip(self.sequences, to_close, strict=True):
+        for sequence, logical_pages in zip(grown, to_close, strict=True):
             for logical in logical_pages:
                 page = sequence.table[logical]
                 if page in into:
@@ -313,50 +338,3 @@ class SequenceBatch:
                     into[page] = closed[len(into)]
                 sequence.replace(logical, into[page])
         return into
-
-    def _describe(self, counts: list[int], into: dict[int, int]) -> Step:
-        geometry = self.pool.geometry
-        page_size, device = geometry.page_size, geometry.device
-        table = self._padded([sequence.table for sequence in self.sequences])
-        written = self._padded([sequence.written_table for sequence in self.sequences]) if into else table
-        slots, sealed = [torch.empty(0, dtype=torch.int64)], [torch.tensor(list(into), dtype=torch.int64)]
-        for row, (sequence, count) in enumerate(zip(self.sequences, counts, strict=True)):
-            if not count:
-                continue
-            tokens = torch.arange(sequence.length - count, sequence.length)
-            slots.append(written[row, tokens // page_size] * page_size + tokens % page_size)
-            if not geometry.closes:
-                sealed_before = max(sequence.length - count - 1, 0) // page_size
-                sealed.append(table[row, sealed_before : sequence.sealed_pages])
-        return Step(
-            counts,
-            self.lengths,
-            torch.cat(slots).to(device),
-            torch.cat(sealed).to(device),
-            torch.tensor(list(into.values()), dtype=torch.int64).to(device) if geometry.closes else None,
-            table.to(device),
-            written.to(device),
-            self._spans(counts, table).to(device) if geometry.span_pages else None,
-            page_size,
-        )
-
-    def _spans(self, counts: list[int], table: torch.Tensor) -> torch.Tensor:
-        """[k, C] pages of the spans that `counts` new tokens have completed."""
-        page_size, size = self.pool.geometry.page_size, self.pool.geometry.span_pages
-        spans = [torch.empty((0, size), dtype=torch.int64)]
-        for row, (sequence, count) in enumerate(zip(self.sequences, counts, strict=True)):
-            before = max(sequence.length - count - 1, 0) // page_size // size
-            after = sequence.sealed_pages // size
-            spans.append(table[row, before * size : after * size].view(-1, size))
-        return torch.cat(spans)
-
-    def _padded(self, tables: list[list[int]]) -> torch.Tensor:
-        """[B, P] int64, -1 past a sequence's own pages."""
-        width = max(map(len, tables), default=0)
-        padded = torch.tensor([table + [-1] * (width - len(table)) for table in tables], dtype=torch.int64)
-        return padded.view(len(tables), width)
-
-
-def _free(sequences: list[Sequence]) -> None:
-    for sequence in sequences:
-        sequence.free()

@@ -32,6 +32,7 @@ class FetchedPages:
         self.pages: Pages | None = None
         self.slots = 0
         self._now = 0
+        self._is_changing = False
         self._segment: PageSegment | None = None
         self._view: Pages | None = None
         # [Hkv, slots + 1] the page in every place, and the call that read it last; [Hkv, pages + 1] the place of every
@@ -63,7 +64,6 @@ class FetchedPages:
         """Take note of the layer's pages, which become more."""
         if pages is self.pages:
             return
-        self.pages, self._view = pages, None
         places, start = [], 0
         for segment in pages.segments:
             size = segment.keys.shape[1]
@@ -71,8 +71,11 @@ class FetchedPages:
             start += 0 if segment.host else size
         self._plain = torch.cat(places).to(self.geometry.device)
         if self.slots:
-            before, self._slot_of = self._slot_of, self._filled(pages.num_pages + 1)
-            self._slot_of[:, : before.shape[1]] = before
+            slot_of = self._filled(pages.num_pages + 1)
+            slot_of[:, : self._slot_of.shape[1]] = self._slot_of
+            self._slot_of = slot_of
+        self._view = None
+        self.pages = pages  # last, so that an exception before it has this done again
 
     @exclusive
     def reserve(self, slots: int) -> None:
@@ -97,9 +100,9 @@ class FetchedPages:
                 f"{self.geometry.closed_page_bytes} bytes of each layer in host memory, got none; lower it or the "
                 "budget"
             ) from error
-        self.slots = slots
         self._page_of, self._used = self._filled(slots + 1), self._filled(slots + 1)
         self._slot_of = self._filled(self.pages.num_pages + 1)
+        self.slots = slots
 
     @exclusive
     def fetch(self, page_ids: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
@@ -124,6 +127,7 @@ class FetchedPages:
         if not page_ids.shape[1]:
             return page_ids.new_zeros(2)
         assert self.pages is not None
+        self._begin_change()
         self._now += 1
         no_page, no_slot = self._slot_of.shape[1] - 1, self.slots
         wanted = page_ids.sort(dim=1).values
@@ -142,6 +146,7 @@ class FetchedPages:
         self._page_of.scatter_(1, slot, copied)
         self._used.scatter_(1, slot, self._now)
         kernels.transfer(self.pages, copied, self.view, slot + self.view.starts[-2], backend=backend)
+        self._is_changing = False
         return torch.stack([there.sum(), missing.sum()])
 
     @exclusive
@@ -149,11 +154,21 @@ class FetchedPages:
         """Pages [n] int64 that hold something else now: their copies are void."""
         if not self.slots:
             return
+        self._begin_change()
         slot = self._slot_of[:, page_ids]
         slot = slot.where(slot >= 0, self.slots)
         self._page_of.scatter_(1, slot, -1)
         self._used.scatter_(1, slot, -1)
         self._slot_of[:, page_ids] = -1
+        self._is_changing = False
+
+    def _begin_change(self) -> None:
+        """After a change that an exception ended nobody knows what is where, so nothing is there."""
+        if self._is_changing:
+            self._slot_of.fill_(-1)
+            self._page_of.fill_(-1)
+            self._used.fill_(-1)
+        self._is_changing = True
 
     @exclusive
     def table(self, page_table: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -22,6 +24,23 @@ _FIRST_SEGMENT_PAGES = 64
 _KEPT_PAGES = 64
 
 
+class Holder(Protocol):
+    """Who holds pages of a pool; see `PagePool.enter`."""
+
+    @property
+    def pages(self) -> list[int]:
+        """Every physical page that it holds, as often as it does."""
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A run of physical pages of one kind: its storage in every layer."""
+
+    pages: int
+    closed: bool
+    layers: tuple[PageSegment, ...]
+
+
 class PagePool:
     """Physical pages for all layers of one geometry.
 
@@ -36,6 +55,9 @@ class PagePool:
     ``kv_dtype="int8"``, in host memory with ``offload="host"``. A segment has one kind, the first is plain.
 
     Forks share a pool, and may be used in several threads, each in one: what changes the pool runs in one at a time.
+
+    The counts follow from what the pool's holders hold. Whoever changes both, a batch's sequences and the counts, puts
+    the sequences back after an exception, wherever it came, and calls `recount`.
 
     Args:
         geometry: The shape of a page.
@@ -52,23 +74,20 @@ class PagePool:
             raise ValueError(f"[PagePool] max_tokens: expected at least one {what} ({least}), got {max_tokens}")
         self.geometry = geometry
         self.max_pages = None if max_tokens is None else max_tokens // least * self._unit
-        self._segment_pages: list[int] = []
-        self._segment_closed: list[bool] = []
-        self._layers: list[list[PageSegment]] = [[] for _ in range(layers)]
-        self._fetched: list[FetchedPages | None] = [None] * layers
-        self._views: list[Pages | None] = [None] * layers
+        self._segments: tuple[_Segment, ...] = ()
+        self._fetched: tuple[FetchedPages | None, ...] = (None,) * layers
+        self._views: dict[int, Pages] = {}
+        self._known: dict[int, Holder] = {}  # by id
         self._holders: list[int] = []
         self._closed: list[bool] = []
         self._emptied: set[int] = set()  # free plain pages whose memory is still ours
         # Free pages: whether closed, whether they may end a span.
-        self._free: dict[tuple[bool, bool], list[int]] = {
-            (closed, end): [] for closed in (False, True) for end in (False, True)
-        }
+        self._free = _no_pages()
 
     @property
     def num_layers(self) -> int:
         """Layers that have storage."""
-        return len(self._layers)
+        return len(self._fetched)
 
     @property
     def num_pages(self) -> int:
@@ -128,7 +147,7 @@ class PagePool:
 
     def layer(self, layer: int) -> Pages:
         """The pages of one layer, as the operators take them."""
-        view = self._views[layer]
+        view = self._views.get(layer)
         return self._new_view(layer) if view is None else view
 
     @exclusive
@@ -141,14 +160,62 @@ class PagePool:
         Raises:
             PoolFullError: There is no memory for it; the pool is as it was.
         """
-        segments = [
-            self._allocate_segment(*segment, host)
-            for segment in zip(self._segment_pages, self._segment_closed, strict=True)
-        ]
-        self._layers.append(segments)
-        self._views.append(None)
-        self._fetched.append(FetchedPages(self.geometry) if host else None)
-        return len(self._layers) - 1
+        segments = tuple(
+            _Segment(
+                segment.pages,
+                segment.closed,
+                (*segment.layers, self._allocate_segment(segment.pages, segment.closed, host)),
+            )
+            for segment in self._segments
+        )
+        fetched = (*self._fetched, FetchedPages(self.geometry) if host else None)
+        self._segments, self._fetched = segments, fetched
+        return len(fetched) - 1
+
+    @exclusive
+    def enter(self, holder: Holder) -> None:
+        """Count what `holder` holds, now and after every `recount`, until it leaves."""
+        self._known[id(holder)] = holder
+
+    @exclusive
+    def leave(self, holder: Holder) -> None:
+        """Take away what a holder holds, for good."""
+        try:
+            if self._known.pop(id(holder), None) is not None:
+                self.release(holder.pages)
+        except BaseException:
+            self._known.pop(id(holder), None)
+            self.recount()
+            raise
+
+    @exclusive
+    def recount(self) -> None:
+        """Make the counts those of the pages that the holders hold: an exception may have left others.
+
+        Pages that nobody wrote down anywhere are free then.
+        """
+        while True:
+            known = list(self._known.values())
+            closed = [segment.closed for segment in self._segments for _ in range(segment.pages)]
+            holders = [0] * len(closed)
+            for holder in known:
+                for page_id in holder.pages:
+                    holders[page_id] += 1
+            free = _no_pages()  # ascending lists are heaps
+            for page_id, count in enumerate(holders):
+                if not count:
+                    free[closed[page_id], self.geometry.ends_span(page_id)].append(page_id)
+            emptied = {page_id for page_id in self._emptied if not holders[page_id]}
+            if self.geometry.closes:
+                emptied.update(
+                    page_id
+                    for page_id, before in enumerate(self._holders)
+                    if before and not holders[page_id] and not closed[page_id]
+                )
+            # A batch that was garbage meanwhile has left, and taken its pages from the counts that are replaced here.
+            if len(self._known) == len(known):
+                break
+        self._closed, self._holders, self._free, self._emptied, self._views = closed, holders, free, emptied, {}
 
     @exclusive
     def allocate(self, count: int, *, closed: bool = False, ends: Collection[int] = ()) -> list[int]:
@@ -162,7 +229,7 @@ class PagePool:
         Raises:
             PoolFullError: They don't fit; the pool is as it was, and the message says how many tokens fit.
         """
-        assert not closed or self._segment_pages, "a closed page comes from a plain one, so that is allocated first"
+        assert not closed or self._segments, "a closed page comes from a plain one, so that is allocated first"
         missing = max(count - self._num_free(closed), (len(ends) - len(self._free[closed, True])) * self._unit)
         if missing > 0:
             self._grow(-(-missing // self._unit) * self._unit, closed)
@@ -204,9 +271,9 @@ class PagePool:
             return
         pages = torch.tensor(sorted(self._emptied)[_KEPT_PAGES:])
         self._emptied.difference_update(pages.tolist())
-        for layer in self._layers:
-            for part, here in runs_of(self._segment_pages, pages):
-                for tensor in (layer[part].keys, layer[part].values):
+        for part, here in runs_of([segment.pages for segment in self._segments], pages):
+            for layer in self._segments[part].layers:
+                for tensor in (layer.keys, layer.values):
                     for head in tensor[:, here]:
                         give_back(head)
 
@@ -243,22 +310,23 @@ class PagePool:
 
     @exclusive
     def _new_view(self, layer: int) -> Pages:
-        view = self._views[layer] = Pages(tuple(self._layers[layer]))
+        view = self._views[layer] = Pages(self._storage(layer))
         return view
 
     @exclusive
     def _locate(self, layer: int, page_id: int) -> tuple[PageSegment, int]:
-        for segment, pages in zip(self._layers[layer], self._segment_pages, strict=True):
-            if page_id < pages:
-                return segment, page_id
-            page_id -= pages
+        for segment in self._segments:
+            if page_id < segment.pages:
+                return segment.layers[layer], page_id
+            page_id -= segment.pages
         raise AssertionError("a physical page lies in no segment")
 
     def _pages_of(self, closed: bool) -> int:
         """Physical pages of one kind, free ones included."""
-        return sum(
-            pages for pages, kind in zip(self._segment_pages, self._segment_closed, strict=True) if kind == closed
-        )
+        return sum(segment.pages for segment in self._segments if segment.closed == closed)
+
+    def _storage(self, layer: int) -> tuple[PageSegment, ...]:
+        return tuple(segment.layers[layer] for segment in self._segments)
 
     def _num_free(self, closed: bool) -> int:
         return len(self._free[closed, False]) + len(self._free[closed, True])
@@ -287,17 +355,15 @@ class PagePool:
         wanted = -(-wanted // self._unit) * self._unit
         pages = wanted if self.max_pages is None else min(wanted, room)
         try:
-            segments = [self._allocate_segment(pages, closed, fetched is not None) for fetched in self._fetched]
+            layers = [self._allocate_segment(pages, closed, fetched is not None) for fetched in self._fetched]
         except PoolFullError:
             if pages == missing:
                 raise
             pages = missing
-            segments = [self._allocate_segment(pages, closed, fetched is not None) for fetched in self._fetched]
-        for layer, segment in enumerate(segments):
-            self._layers[layer].append(segment)
-            self._views[layer] = None
-        self._segment_pages.append(pages)
-        self._segment_closed.append(closed)
+            layers = [self._allocate_segment(pages, closed, fetched is not None) for fetched in self._fetched]
+        # What else the pool knows of its pages follows from this.
+        self._segments = (*self._segments, _Segment(pages, closed, tuple(layers)))
+        self._views = {}
         first = len(self._holders)
         self._holders.extend([0] * pages)
         self._closed.extend([closed] * pages)
@@ -332,6 +398,11 @@ class PagePool:
 
     def _tokens(self, pages: int) -> int:
         return pages * self.geometry.page_size
+
+
+def _no_pages() -> dict[tuple[bool, bool], list[int]]:
+    """Lists of pages by kind: whether closed, whether they may end a span."""
+    return {(closed, end): [] for closed in (False, True) for end in (False, True)}
 
 
 def _mib(size: int) -> str:

@@ -8,6 +8,9 @@ from questkv.pages.pool import PagePool
 class Sequence:
     """A list of physical pages and how many tokens they hold.
 
+    A sequence is a value: what changes it makes another, so that a batch goes from one state to the next by one
+    assignment, and back. Its pages are counted as held while a batch has it.
+
     The table has exactly the pages that `length` tokens need. Pages may be shared with other sequences; only
     `SequenceBatch.reserve` makes them writable, by copying a shared page first.
 
@@ -16,14 +19,22 @@ class Sequence:
 
     Args:
         pool: Where the pages come from.
+        table: Physical pages.
+        length: Tokens.
+        before: What stood at a logical page since the step under way began, oldest first.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        table: list[int] | None = None,
+        length: int = 0,
+        before: dict[int, list[int]] | None = None,
+    ) -> None:
         self.pool = pool
-        self.table: list[int] = []
-        self.length = 0
-        # What stood at a logical page since the step under way began, oldest first.
-        self._before: dict[int, list[int]] = {}
+        self.table = table or []
+        self.length = length
+        self._before = before or {}
 
     @property
     def sealed_pages(self) -> int:
@@ -33,6 +44,8 @@ class Sequence:
     @property
     def written_table(self) -> list[int]:
         """The table with the plain pages that the step under way writes, where `table` has what they move into."""
+        if not self._before:
+            return self.table
         return [
             self._before[logical][-1] if logical in self._before and self.pool.is_closed(page) else page
             for logical, page in enumerate(self.table)
@@ -43,46 +56,27 @@ class Sequence:
         """Pages that the step under way took out of the table; the sequence still holds them."""
         return [page for pages in self._before.values() for page in pages]
 
+    @property
+    def pages(self) -> list[int]:
+        """Every page that the sequence holds, as often as it does."""
+        return self.table + self.replaced if self._before else self.table
+
     def replace(self, logical: int, page: int) -> None:
-        """Put another page into the table until the step under way ends, and for good if it is settled."""
+        """While the sequence is being made: put another page into the table until the step ends, and for good then."""
         self._before.setdefault(logical, []).append(self.table[logical])
         self.table[logical] = page
 
-    def settle(self) -> None:
-        """End a step: give back the pages that it took out of the table."""
-        self.pool.release(self.replaced)
-        self._before.clear()
+    def settled(self) -> Sequence:
+        """The sequence without the pages that a step took out of the table."""
+        return Sequence(self.pool, self.table, self.length) if self._before else self
 
-    def restore(self) -> None:
-        """Put back what `replace` took out of the table."""
-        for logical, pages in self._before.items():
-            self.pool.release([self.table[logical], *pages[1:]])
-            self.table[logical] = pages[0]
-        self._before.clear()
-
-    def fork(self) -> Sequence:
-        """A second sequence with the same tokens, sharing every page; no step is under way."""
-        assert not self._before, "a step is settled before a sequence is forked"
-        other = Sequence(self.pool)
-        other.table = list(self.table)
-        other.length = self.length
-        self.pool.share(self.table)
-        return other
-
-    def crop(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens; a sealed page that becomes the last one is open again.
+    def cropped(self, tokens: int) -> Sequence:
+        """The sequence without its last `tokens` tokens; a sealed page that becomes the last one is open again.
 
         Raises:
             ValueError: The sequence has fewer tokens.
         """
         if not 0 <= tokens <= self.length:
             raise ValueError(f"[crop] tokens: expected 0 to {self.length}, got {tokens}")
-        self.length -= tokens
-        needed = -(-self.length // self.pool.geometry.page_size)
-        self.pool.release(self.table[needed:])
-        del self.table[needed:]
-
-    def free(self) -> None:
-        """Give every page back; the sequence is empty then and can be used again."""
-        self.settle()
-        self.crop(self.length)
+        length = self.length - tokens
+        return Sequence(self.pool, self.table[: -(-length // self.pool.geometry.page_size)], length)
