@@ -15,6 +15,8 @@ from questkv.models import find_model, model_cache_dir
 if TYPE_CHECKING:
     from questkv.cli.session import Session
 
+_ROOM_FOR_QUESTION = 64
+
 
 def compiled_dir() -> Path:
     """Where ``--compile`` keeps what torch compiled, so that the next run is quick: beside the unpacked models."""
@@ -62,22 +64,34 @@ class Opening:
                 threads=self.threads,
                 compile=self.compile,
             )
+        if note := loaded.generation.note():
+            output.note(note)
         if self.compile:
             with output.busy("Compiling the decode step"):
                 loaded.compile_step()
         session.seed(self.seed)
         return loaded
 
-    def read(self, session: Session, document: str, text: str, question_tokens: int) -> None:
-        """Prefill the document, leaving room for a question of so many tokens and its answer.
+    def read(self, session: Session, document: str, text: str, question: str = "", answer_prefix: str = "") -> None:
+        """Prefill the document, leaving room for the first question and its answer.
+
+        Args:
+            session: What `load` gave.
+            document: The file's name.
+            text: What it holds.
+            question: The first question; empty where it isn't known yet, and room is left for a short one.
+            answer_prefix: The answer's given beginning.
 
         Raises:
             DocumentError: It doesn't fit the model's context, and cutting it was not asked for.
         """
-        before, ids = session.prompter.document(text)
-        fitted = session.fit(len(before), ids, question_tokens, self.max_new_tokens, tail=self.tail)
+        room = self.max_new_tokens + (0 if question else _ROOM_FOR_QUESTION)
+        fitted = session.fit(text, question or "?", answer_prefix, room, tail=self.tail)
         if fitted.left_out:
-            output.note(f"--tail: the first {fitted.left_out:,} of the document's {len(ids):,} tokens were left out")
-        total = len(before) + len(fitted.ids)
-        with output.token_progress(f"Reading {options.document_label(document)}", total) as on_progress:
-            session.read(before + fitted.ids, on_progress)
+            output.note(
+                f"--tail: the first {fitted.left_out:,} of the document's {fitted.tokens:,} tokens were left out"
+            )
+        session.conversation.document = fitted.text
+        ids = session.conversation.document_ids(question)
+        with output.token_progress(f"Reading {options.document_label(document)}", len(ids)) as on_progress:
+            session.read(ids, on_progress)
