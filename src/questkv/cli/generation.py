@@ -72,7 +72,10 @@ class Generation:
         dropped = tuple(
             f"{name} {value}"
             for name, value in sorted(given.to_dict().items())
-            if name in neutral and name not in apart and value != neutral[name] and (value or name == "use_cache")
+            if name in neutral
+            and name not in apart
+            and value != neutral[name]
+            and (value or (name, value) == ("use_cache", False))
         )
         return cls(ends, kept, sampling, dropped)
 
