@@ -22,6 +22,7 @@ from questkv.conversation.markup import text_ids
 from questkv.errors import DocumentError
 from questkv.hf import QuestCache, attach
 from questkv.hf.prefill import cache_argument, prefill
+from questkv.hf.rotary import reads_alike
 from questkv.models import context_length, load_model
 
 
@@ -117,6 +118,7 @@ class Session:
         model.generation_config = self.generation.config()
         self.cache = QuestCache(model.config, config)
         self.ids: list[int] = []
+        self._read_as = 0  # tokens for which the rotary embedding chose the frequencies of the cached keys
         self._unreported_s = 0.0
         # For as long as the session lives, which the model was loaded for.
         self._attached = ExitStack()
@@ -133,11 +135,19 @@ class Session:
         threads: int | None,
         weights: str = "model",
         compile: bool = False,
+        trust_remote_code: bool = False,
     ) -> Session:
         """Load a model with the paged attention and start an empty conversation."""
         if threads is not None:
             torch.set_num_threads(threads)
-        loaded = load_model(model, dtype=dtype, rope_factor=rope_factor, attention="questkv", weights=weights)
+        loaded = load_model(
+            model,
+            dtype=dtype,
+            rope_factor=rope_factor,
+            attention="questkv",
+            weights=weights,
+            trust_remote_code=trust_remote_code,
+        )
         return cls(loaded.model, loaded.tokenizer, config, compile=compile)
 
     def compile_step(self) -> None:
@@ -198,6 +208,7 @@ class Session:
         """Prefill the document, densely."""
         began = time.perf_counter()
         self.ids = list(ids)
+        self._read_as = len(self.ids)
         self._run(ids, on_progress)
         self._unreported_s += time.perf_counter() - began
 
@@ -221,6 +232,7 @@ class Session:
         """
         began = time.perf_counter()
         self._keep_common(prompt.ids)
+        self._start_again_if_longer()
         before = self.cache.report()
         # all but the last token, so that every step of generate() is one token
         self._run(self.ids[self.cache.get_seq_length() : -1])
@@ -259,11 +271,16 @@ class Session:
         except RuntimeError:  # a full sliding window keeps no past to go back to
             self.cache.reset()
 
+    def _start_again_if_longer(self) -> None:
+        """Forget the cached keys where the rotary embedding has other frequencies for a conversation of this length."""
+        if not reads_alike(self.model, self._read_as, len(self.ids)):
+            self.cache.reset()
+        self._read_as = len(self.ids)
+
     def _run(self, ids: list[int], on_progress: Callable[[int], None] | None = None) -> None:
         if ids:
             tensor = torch.tensor([ids], device=self.model.device)
-            sparse = self.config.sparse_prefill
-            prefill(self.model, self.cache, tensor, sparse_prefill=sparse, on_progress=on_progress)
+            prefill(self.model, self.cache, tensor, total_tokens=self._read_as, on_progress=on_progress)
 
     def _generate(self, stream: TextStream, max_new_tokens: int, temperature: float, stop: Callable[[], bool]) -> None:
         if stop():

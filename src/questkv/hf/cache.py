@@ -11,16 +11,25 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
-from questkv.hf.attention import local_attention, mark_own_layer
+from questkv.hf.attention import mark_own_layer
 from questkv.hf.group import Softmax
+from questkv.hf.hybrid_layer import PagedHybridLayer
 from questkv.hf.layer import PagedLayer
+from questkv.hf.local_attention import local_attention
 from questkv.hf.report import CacheReport, LayerReport
 from questkv.hf.state import Observer, PagedState
 from questkv.hf.step_operator import new_handle
+from questkv.hf.support import paged_layers
 
 # A model with no more than this share of full-attention layers has no slack for pages that a score missed.
 _FEW_GLOBAL_LAYERS = 0.25
@@ -60,15 +69,12 @@ class QuestCache(Cache):
         layers = DynamicCache(config=model_config).layers
         # They hold an image's or another input's keys, and don't run where there is none.
         cross = getattr(model_config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-        paged = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i not in cross]
-        if not paged:
-            raise UnsupportedError(
-                f"[QuestCache] model_config: expected a model with full-attention layers, got "
-                f"{model_config.model_type} with {type(layers[0]).__name__ if layers else 'no'} layers only"
-            )
+        paged = [i for i in paged_layers(model_config, layers) if i not in cross]
         _warn_if_few(len(paged), len(layers))
         self.state = PagedState(self.config, paged, max_tokens)
-        super().__init__(layers=[PagedLayer(self.state, i) if i in paged else layer for i, layer in enumerate(layers)])
+        super().__init__(
+            layers=[self._paged(i, own, model_config) if i in paged else own for i, own in enumerate(layers)]
+        )
         # The layer whose update begins a forward.
         self._first_layer = next(
             i for i, layer in enumerate(layers) if i in paged or getattr(layer, "is_sliding", False)
@@ -225,8 +231,7 @@ class QuestCache(Cache):
         other.config = self.config if config is None else config
         other.state = self.state.fork(other.config)
         other.layers = [
-            PagedLayer(other.state, layer.index) if isinstance(layer, PagedLayer) else copy.deepcopy(layer)
-            for layer in self.layers
+            layer.over(other.state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer) for layer in self.layers
         ]
         return other
 
@@ -273,9 +278,17 @@ class QuestCache(Cache):
         for layer in self._own_layers():
             layer.batch_select_indices(indices)
 
+    def _paged(self, index: int, own: CacheLayerMixin, model_config: PreTrainedConfig) -> PagedLayer:
+        """What takes the place of a layer of transformers' that holds every token's keys and values."""
+        if isinstance(own, LinearAttentionCacheLayerMixin):
+            linear = LinearAttentionLayer(number_of_states=own.number_of_states)
+            return PagedHybridLayer(self.state, index, model_config, linear)
+        return PagedLayer(self.state, index, model_config)
+
     def _own_layers(self) -> list[Any]:
-        """The layers that are transformers' own."""
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        """The layers that are transformers' own, and what a layer keeps besides its pages."""
+        own = (layer.linear if isinstance(layer, PagedHybridLayer) else layer for layer in self.layers)
+        return [layer for layer in own if not isinstance(layer, PagedLayer)]
 
     def _check_own_layers(self) -> None:
         """Between forwards every layer holds the same columns.
