@@ -94,8 +94,9 @@ def test_json_file_holds_the_streamed_answer(run: Run, tiny_model: str, document
 def test_pages_held_counts_every_layer_head_and_step(run: Run, tiny_model: str, document: Path) -> None:
     values = json.loads(ask(run, document, tiny_model, "--dense", "--json", "-").stdout)
     assert values["pages_read"] == values["pages_held"]
-    # the question's short run and the answer's steps, each over a growing number of pages of 16 tokens
-    asked = len("\n\nWhat is it?</s>\n<s>assistant\n") - len("</s>") - len("<s>") + 2
+    # what follows the document and its two line ends, a short run, then the answer's steps: each over a growing number
+    # of pages of 16 tokens
+    asked = len("What is it?</s>\n<s>assistant\n") - len("</s>") - len("<s>") + 2
     first = values["prompt_tokens"] - asked + 1
     lengths = range(first, values["prompt_tokens"] + values["generated_tokens"])
     assert values["pages_held"] == 3 * 2 * sum(-(-length // 16) for length in lengths)

@@ -16,6 +16,7 @@ from typer.testing import Result
 
 from hf.tiny_models import VOCABULARY, build, tokens
 from questkv import QuestConfig
+from questkv.cli.prompt import Prompt
 from questkv.cli.session import Answer, Session
 
 # The models' rotary frequencies are others where a sequence is longer than 150 tokens.
@@ -30,9 +31,9 @@ def open_session(name: str) -> Session:
 
 
 def ask(session: Session, question: list[int], count: int) -> tuple[list[int], Answer]:
-    before = len(session.ids) + len(question)
-    answer = session.answer(question, prefix=[], on_text=lambda text: None, max_new_tokens=count)
-    return session.ids[before:], answer
+    prompt = Prompt("?", [*session.ids, *question])
+    answer = session.answer(prompt, on_text=lambda text: None, max_new_tokens=count)
+    return session.ids[len(prompt.ids) :], answer
 
 
 def expected(name: str, ids: list[int], count: int) -> list[int]:
@@ -82,7 +83,7 @@ def test_a_folder_that_says_it_uses_no_cache_is_read_with_one(
         (folder / "config.json").write_text(json.dumps({**config, "use_cache": use_cache}))
         result = run("ask", str(document), "What?", "--model", str(folder), "--max-new-tokens", "8", "--json", "-")
         assert result.exit_code == 0, result.output
-        assert ("warning: this model's generation config says use_cache: false" in result.stderr) == (not use_cache)
+        assert ("the model's generation config asks for use_cache False" in result.stderr) == (not use_cache)
         answers.append({key: json.loads(result.stdout)[key] for key in ("answer", "pages_read", "pages_held")})
     assert answers[0] == answers[1]
     assert answers[0]["pages_held"] > 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from questkv.evaluate.chat import Chat, begin_ids, markup_ids, text_ids
+from questkv.conversation.markup import begin_ids, markup_ids, text_ids
+from questkv.evaluate.chat import Chat
 from questkv.models import LoadedModel
 
 SYSTEM = "{% if messages[0]['role'] != 'system' %}<s>system\nYou help.</s>\n{% endif %}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from questkv.evaluate.chat import text_ids
+from questkv.conversation.markup import text_ids
 from questkv.evaluate.excerpt import SEAM, beginning, ending
 from questkv.evaluate.text import Text
 from questkv.models import LoadedModel

@@ -63,12 +63,10 @@ def ask(
             model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile, trust_remote_code
         )
         session = opening.load()
-        asked = session.prompter.question(question, answer_prefix)
-        opening.read(session, document, content, len(asked))
+        opening.read(session, document, content, question, answer_prefix)
         only_json = json_target == output.STDOUT
         answer = session.answer(
-            asked,
-            prefix=session.prompter.prefix(answer_prefix),
+            session.conversation.prompt(question, answer_prefix),
             on_text=(lambda piece: None) if only_json else output.stream_text,
             max_new_tokens=max_new_tokens,
             temperature=temperature,

@@ -19,8 +19,6 @@ from questkv.errors import DocumentError
 if TYPE_CHECKING:
     from questkv.cli.session import Session
 
-_ROOM_FOR_QUESTION = 64
-
 
 def chat(
     document: options.Document,
@@ -69,8 +67,7 @@ def chat(
             model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile, trust_remote_code
         )
         session = opening.load()
-        # room for a question, so that the first one doesn't find the context full
-        opening.read(session, document, content, len(session.prompter.question("?")) + _ROOM_FOR_QUESTION)
+        opening.read(session, document, content)
         _converse(session, max_new_tokens, temperature, json_target)
 
 
@@ -78,27 +75,25 @@ def _converse(session: Session, max_new_tokens: int, temperature: float, json_ta
     """Answer questions until there are no more."""
     only_json = json_target == output.STDOUT
     lines = None if json_target is None else output.JsonLines(json_target)
-    first = True
     while (question := _next_question()) is not None:
         if not question:
             continue
-        asked = session.prompter.question(question, first=first)
-        room = session.room()
-        if room is not None and len(asked) + max_new_tokens > room:
+        prompt = session.conversation.prompt(question)
+        room = session.room(prompt)
+        if room is not None and max_new_tokens > room:
+            tokens = len(prompt.ids)
             raise DocumentError(
-                f"the conversation is full: the question and its answer need {len(asked) + max_new_tokens:,} tokens "
-                f"and {max(room, 0):,} of the model's context are left; start again, with --tail or --rope-factor"
+                f"the conversation is full: with the question and its answer it has {tokens + max_new_tokens:,} "
+                f"tokens, and the model's context is {tokens + room:,}; start again, with --tail or --rope-factor"
             )
         with _OneAnswer() as stop:
             answer = session.answer(
-                asked,
-                prefix=[],
+                prompt,
                 on_text=(lambda piece: None) if only_json else output.stream_text,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 stop=stop.asked,
             )
-        first = False
         if not only_json:
             streams.write("\n")
         output.note(("stopped; " if stop.asked() else "") + answer.summary())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from questkv.conversation.markup import text_ids
 from questkv.errors import DocumentError
-from questkv.evaluate.chat import text_ids
 from questkv.evaluate.excerpt import Excerpt, beginning, ending
 
 

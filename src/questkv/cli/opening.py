@@ -16,6 +16,8 @@ from questkv.models import context_length, find_model
 if TYPE_CHECKING:
     from questkv.cli.session import Session
 
+_ROOM_FOR_QUESTION = 64
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -55,23 +57,33 @@ class Opening:
                 compile=self.compile,
                 trust_remote_code=self.trust_remote_code,
             )
+        if note := loaded.generation.note():
+            output.note(note)
         if self.compile:
             with output.busy("Compiling the decode step"):
                 loaded.compile_step()
         session.seed(self.seed)
         return loaded
 
-    def read(self, session: Session, document: str, text: str, question_tokens: int) -> None:
-        """Prefill the document, leaving room for a question of so many tokens and its answer.
+    def read(self, session: Session, document: str, text: str, question: str = "", answer_prefix: str = "") -> None:
+        """Prefill the document, leaving room for the first question and its answer.
+
+        Args:
+            session: What `load` gave.
+            document: The file's name.
+            text: What it holds.
+            question: The first question; empty where it isn't known yet, and room is left for a short one.
+            answer_prefix: The answer's given beginning.
 
         Raises:
             DocumentError: It doesn't fit the model's context, and cutting it was not asked for.
         """
         part = shorten(text, context_length(session.model.config), session.tokenizer, tail=self.tail)
-        before, ids = session.prompter.document(part.text)
-        fitted = session.fit(len(before), ids, question_tokens, self.max_new_tokens, tail=self.tail)
+        room = self.max_new_tokens + (0 if question else _ROOM_FOR_QUESTION)
+        fitted = session.fit(part.text, question or "?", answer_prefix, room, tail=self.tail)
         if fitted.left_out:
-            output.note(left_out(part, len(ids), fitted.left_out))
-        total = len(before) + len(fitted.ids)
-        with output.token_progress(f"Reading {options.document_label(document)}", total) as on_progress:
-            session.read(before + fitted.ids, on_progress)
+            output.note(left_out(part, fitted.tokens, fitted.left_out))
+        session.conversation.document = fitted.text
+        ids = session.conversation.document_ids(question)
+        with output.token_progress(f"Reading {options.document_label(document)}", len(ids)) as on_progress:
+            session.read(ids, on_progress)

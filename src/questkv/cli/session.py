@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
-from transformers.generation.streamers import BaseStreamer
+from transformers import StoppingCriteriaList, set_seed
 
-from questkv.cli.prompt import Prompter
+from questkv.cli.generation import Generation
+from questkv.cli.prompt import Conversation, Prompt, common
+from questkv.cli.stream import StopWhenAsked, TextStream
 from questkv.config import QuestConfig
+from questkv.conversation.markup import text_ids
 from questkv.errors import DocumentError
 from questkv.hf import QuestCache, attach
 from questkv.hf.prefill import cache_argument, prefill
@@ -84,23 +86,36 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A document's tokens, cut to the model's context only where that was asked for."""
+    """A document, cut to the model's context only where that was asked for.
 
-    ids: list[int]
+    Attributes:
+        text: What is used of it.
+        tokens: Tokens of the whole document.
+        left_out: Tokens of what was cut.
+    """
+
+    text: str
+    tokens: int
     left_out: int
 
 
 class Session:
     """A conversation about one document, on one cache.
 
-    `ids` holds every token of it; the cache holds all of them, or all but the last few, which the next run adds.
+    `ids` holds every token of it; the cache holds all of them, or all but the last few, which the next run adds. The
+    next question's prompt may part from them, where the answer's text is tokenised in another way than it was generated
+    or the template rewrites what was said: then the cache is cut back to that place.
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: QuestConfig, *, compile: bool = False) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
-        self.prompter = Prompter(tokenizer)
+        self.conversation = Conversation(tokenizer)
+        template = self.conversation.template
+        self.generation = Generation.of(model, tokenizer, template.end_of_turn() if template is not None else None)
+        # generate() fills every field that its argument leaves open from this one
+        model.generation_config = self.generation.config()
         self.cache = QuestCache(model.config, config)
         self.ids: list[int] = []
         self._read_as = 0  # tokens for which the rotary embedding chose the frequencies of the cached keys
@@ -144,70 +159,79 @@ class Session:
             input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=2, max_new_tokens=2, **cache
         )
 
-    def fit(self, before: int, document: list[int], question: int, answer: int, *, tail: bool) -> Fitted:
+    def fit(self, document: str, question: str, answer_prefix: str, room: int, *, tail: bool) -> Fitted:
         """Check that a document fits the model's context with its question and answer, or cut its beginning.
 
         Args:
-            before: Tokens that the template puts before it.
-            document: Its ids.
-            question: Tokens from its end to the answer.
-            answer: Tokens of the longest answer.
+            document: Its text.
+            question: What is asked first.
+            answer_prefix: The answer's given beginning.
+            room: Tokens that must be left behind them: those of the longest answer, or of a longer question.
             tail: Keep the last part that fits, instead of refusing.
 
         Raises:
             DocumentError: It doesn't fit, or not one token of it would.
         """
         limit = context_length(self.model.config)
-        around = before + question + answer
-        total = around + len(document)
+        total = self._tokens_with(document, question, answer_prefix) + room
+        tokens = len(text_ids(self.tokenizer, document))
         if limit is None or total <= limit:
-            return Fitted(document, 0)
-        if tail and limit > around:
-            keep = limit - around
-            return Fitted(document[-keep:], len(document) - keep)
-        needs = f"{total:,} tokens ({len(document):,} of the document, {around:,} for the question and the answer)"
+            return Fitted(document, tokens, 0)
+        around = self._tokens_with("", question, answer_prefix) + room
         if limit <= around:
             raise DocumentError(f"the model's context is {limit:,} tokens; the question and the answer fill it alone")
-        raise DocumentError(
-            f"the document is too long: {needs}, and the model's context is {limit:,}; stretch it with "
-            f"--rope-factor {_factor_for(total, limit)}, or use the document's last part with --tail"
-        )
+        if not tail:
+            raise DocumentError(
+                f"the document is too long: {total:,} tokens ({tokens:,} of the document, {total - tokens:,} for the "
+                f"question and the answer), and the model's context is {limit:,}; stretch it with "
+                f"--rope-factor {_factor_for(total, limit)}, or use the document's last part with --tail"
+            )
+        left_out = total - limit
+        while left_out < tokens:
+            rest = last_part(self.tokenizer, document, left_out)
+            over = self._tokens_with(rest, question, answer_prefix) + room - limit
+            if over <= 0:
+                return Fitted(rest, tokens, left_out)
+            left_out += over
+        raise DocumentError(f"the model's context is {limit:,} tokens; the question and the answer fill it alone")
 
-    def room(self) -> int | None:
-        """Tokens that still fit the model's context; None where its limit isn't known."""
+    def _tokens_with(self, document: str, question: str, answer_prefix: str) -> int:
+        self.conversation.document = document
+        return len(self.conversation.prompt(question, answer_prefix).ids)
+
+    def room(self, prompt: Prompt) -> int | None:
+        """Tokens that still fit the model's context behind a prompt; None where its limit isn't known."""
         limit = context_length(self.model.config)
-        return None if limit is None else limit - len(self.ids)
+        return None if limit is None else limit - len(prompt.ids)
 
     def read(self, ids: list[int], on_progress: Callable[[int], None]) -> None:
         """Prefill the document, densely."""
         began = time.perf_counter()
-        self.ids += ids
+        self.ids = list(ids)
         self._read_as = len(self.ids)
         self._run(ids, on_progress)
         self._unreported_s += time.perf_counter() - began
 
     def answer(
         self,
-        question: list[int],
+        prompt: Prompt,
         *,
-        prefix: list[int],
         on_text: Callable[[str], None],
         max_new_tokens: int,
         temperature: float = 0.0,
         stop: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Feed a question behind what the cache holds and generate its answer, handing on each piece of text.
+        """Feed what the cache lacks of a prompt and generate its answer, handing on each piece of text.
 
         Args:
-            question: Ids from the end of the conversation so far to where the model takes over.
-            prefix: The last of them that belong to the answer: its given beginning.
+            prompt: What `conversation.prompt` gave.
             on_text: Called with each new piece of the answer.
             max_new_tokens: Longest answer.
             temperature: 0 takes the likeliest token, above 0 samples.
             stop: Asked after each token; True ends the answer and leaves the conversation whole.
         """
         began = time.perf_counter()
-        self.ids += question
+        self._keep_common(prompt.ids)
         self._start_again_if_longer()
         before = self.cache.report()
         # all but the last token, so that every step of generate() is one token
@@ -215,11 +239,12 @@ class Session:
         prompt_tokens = len(self.ids)
         prefill_s = self._unreported_s + time.perf_counter() - began
         self._unreported_s = 0.0
-        stream = _TextStream(self.tokenizer, prefix, on_text)
+        stream = TextStream(self.tokenizer, prompt.begun_ids, prompt.begun, on_text)
         self._generate(stream, max_new_tokens, temperature, stop)
         self.ids += stream.generated
-        if stream.generated and self.ids[-1] in self._end_tokens():
+        if stream.generated and self.ids[-1] in self.generation.ends:
             self.ids.pop()  # the template writes it again before the next question, and the cache hasn't got it yet
+        self.conversation.add(prompt, [stream.as_generated, stream.text, stream.text.strip()], self.ids)
         after = self.cache.report()
         return Answer(
             text=stream.text,
@@ -234,6 +259,18 @@ class Session:
             device_bytes=after.device_bytes,
         )
 
+    def _keep_common(self, ids: list[int]) -> None:
+        """Make `ids` the conversation's, and forget what the cache holds from the first other token on."""
+        held = self.cache.get_seq_length()
+        kept = min(common(self.ids[:held], ids), len(ids) - 1)
+        self.ids = list(ids)
+        if kept == held:
+            return
+        try:
+            self.cache.crop(kept - held)
+        except RuntimeError:  # a full sliding window keeps no past to go back to
+            self.cache.reset()
+
     def _start_again_if_longer(self) -> None:
         """Forget the cached keys where the rotary embedding has other frequencies for a conversation of this length."""
         if not reads_alike(self.model, self._read_as, len(self.ids)):
@@ -245,107 +282,25 @@ class Session:
             tensor = torch.tensor([ids], device=self.model.device)
             prefill(self.model, self.cache, tensor, total_tokens=self._read_as, on_progress=on_progress)
 
-    def _generate(self, stream: _TextStream, max_new_tokens: int, temperature: float, stop: Callable[[], bool]) -> None:
+    def _generate(self, stream: TextStream, max_new_tokens: int, temperature: float, stop: Callable[[], bool]) -> None:
         if stop():
             return
         ids = torch.tensor([self.ids], device=self.model.device)
-        sampling: dict[str, Any] = {"do_sample": temperature > 0}
-        if temperature > 0:
-            sampling["temperature"] = temperature
         stream.start()
         self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
+            generation_config=self.generation.config(temperature, max_new_tokens),
             streamer=stream,
-            stopping_criteria=StoppingCriteriaList([_Stop(stop)]),
-            **sampling,
+            stopping_criteria=StoppingCriteriaList([StopWhenAsked(stop)]),
+            tokenizer=self.tokenizer,  # which stop_strings need
             **{cache_argument(self.model): self.cache},
         )
-
-    def _end_tokens(self) -> set[int]:
-        ends = self.model.generation_config.eos_token_id
-        return set(ends) if isinstance(ends, list) else {ends}
 
 
 def seed(number: int) -> None:
     """Start the random numbers that sampling draws."""
     set_seed(number)
-
-
-class _TextStream(BaseStreamer):
-    """Hands on an answer's text as its tokens come, never half a character, and notes when they came."""
-
-    def __init__(self, tokenizer: Any, prefix: list[int], on_text: Callable[[str], None]) -> None:
-        self._tokenizer = tokenizer
-        self._on_text = on_text
-        self._ids = list(prefix)
-        self._shown = 0  # tokens whose text was handed on
-        self._context = 0  # from here on tokens are decoded together: a token's text can depend on those before it
-        self._times: list[float] = []
-        self._saw_prompt = False
-        self._prefix = len(prefix)
-        self.text = ""
-        if prefix:
-            self._show(final=True)
-
-    @property
-    def generated(self) -> list[int]:
-        """Ids that the model generated."""
-        return self._ids[self._prefix :]
-
-    @property
-    def ms_per_token(self) -> float:
-        """Mean time between tokens; the time to the only token, where there is one."""
-        if len(self._times) < 2:
-            return 0.0
-        first = 1 if len(self._times) > 2 else 0  # the first step carries generate()'s own preparations
-        return 1e3 * (self._times[-1] - self._times[first]) / (len(self._times) - 1 - first)
-
-    def start(self) -> None:
-        """Note the time at which generation begins."""
-        self._times.append(time.perf_counter())
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take what generate() gives: first the prompt, then each token."""
-        if not self._saw_prompt:
-            self._saw_prompt = True
-            return
-        self._ids += value.reshape(-1).tolist()
-        self._times.append(time.perf_counter())
-        self._show(final=False)
-
-    def end(self) -> None:
-        """Hand on what was held back as an unfinished character."""
-        if self._shown < len(self._ids):
-            self._show(final=True)
-
-    def _show(self, *, final: bool) -> None:
-        known = self._decode(self._ids[self._context : self._shown])
-        text = self._decode(self._ids[self._context :])
-        if text.endswith("\ufffd") and not final:
-            return
-        self._context, self._shown = self._shown, len(self._ids)
-        piece = text[len(known) :]
-        if not self.text:
-            piece = piece.lstrip()  # the space that a first word carries in most vocabularies
-        if piece:
-            self.text += piece
-            self._on_text(piece)
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-class _Stop(StoppingCriteria):
-    """Ends generation after the current token when asked to."""
-
-    def __init__(self, stop: Callable[[], bool]) -> None:
-        self._stop = stop
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        asked = torch.full((input_ids.shape[0],), self._stop(), device=input_ids.device)
-        return asked  # type: ignore[return-value]
 
 
 def _factor_for(total: int, limit: int) -> int:
@@ -354,3 +309,19 @@ def _factor_for(total: int, limit: int) -> int:
     while factor * limit < total:
         factor *= 2
     return factor
+
+
+def last_part(tokenizer: Any, text: str, tokens: int) -> str:
+    """A text without so many of its first tokens; a character that holds several stays or goes as a whole."""
+    if getattr(tokenizer, "is_fast", False):
+        encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
+        return text[encoded["offset_mapping"][tokens][0] :]
+    wanted = len(text_ids(tokenizer, text)) - tokens
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high) // 2
+        if len(text_ids(tokenizer, text[middle:])) > wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return text[low:]

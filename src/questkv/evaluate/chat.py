@@ -1,9 +1,12 @@
-"""Text to tokens: a model's chat form around one user's turn, and text that never counts as markup."""
+"""A model's chat form around one user's turn, and the tokens that end an answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from questkv.conversation.template import ChatTemplate, TemplateError
+from questkv.errors import ModelError
 
 # stand-ins for the texts, found again in what the template makes of them
 _FIRST, _REPLY, _NEXT = "questkv-slot-one", "questkv-slot-two", "questkv-slot-three"
@@ -21,18 +24,24 @@ class Chat:
         """Read it off a tokenizer's template, leaving out a system turn that the template adds of its own.
 
         The user's header is what a second turn adds after the end of the first reply.
+
+        Raises:
+            ModelError: The template can't be used.
         """
-        if not getattr(tokenizer, "chat_template", None):
-            return cls()
-        messages = [
-            {"role": "user", "content": _FIRST},
-            {"role": "assistant", "content": _REPLY},
-            {"role": "user", "content": _NEXT},
-        ]
-        one = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-        two = tokenizer.apply_chat_template(messages[:2], tokenize=False)
-        three = tokenizer.apply_chat_template(messages, tokenize=False)
-        before, _, after = one.partition(_FIRST)
+        try:
+            template = ChatTemplate.of(tokenizer)
+            if template is None:
+                return cls()
+            messages = [("user", _FIRST), ("assistant", _REPLY), ("user", _NEXT)]
+            one = template.render(messages[:1])
+            if one.count(_FIRST) != 1:
+                raise TemplateError("it changes the user's text")
+            before, _, after = one.partition(_FIRST)
+            if template.one_turn:
+                return cls(before, after)
+            two, three = (template.render(messages[:count], answer=False) for count in (2, 3))
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template can't be used: {error}") from error
         end = two.partition(_REPLY)[2]
         turn = three.partition(_REPLY)[2].partition(_NEXT)[0]
         header = turn.removeprefix(end)
@@ -42,22 +51,6 @@ class Chat:
         if before.startswith(begin) and not header.startswith(begin):
             header = begin + header
         return cls(header, after)
-
-
-def markup_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a template's text, whose special tokens count; nothing is added."""
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-
-def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of ordinary text: a special token's name inside it is spelled out; nothing is added."""
-    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]) if text else []
-
-
-def begin_ids(tokenizer: Any) -> list[int]:
-    """The begin-of-text token of a tokenizer that puts one before a plain text, else nothing."""
-    begin = tokenizer.bos_token_id
-    return [begin] if begin is not None and list(tokenizer("a")["input_ids"])[:1] == [begin] else []
 
 
 def stop_ids(model: Any) -> frozenset[int]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from questkv.evaluate.chat import Chat, markup_ids, stop_ids, text_ids
+from questkv.conversation.markup import markup_ids, text_ids
+from questkv.evaluate.chat import Chat, stop_ids
 from questkv.evaluate.task import Sample, Task
 from questkv.models import LoadedModel
 from questkv.policies import greedy

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from questkv.conversation.markup import begin_ids, markup_ids, text_ids
 from questkv.errors import ConfigError
-from questkv.evaluate.chat import Chat, begin_ids, markup_ids, stop_ids, text_ids
+from questkv.evaluate.chat import Chat, stop_ids
 from questkv.evaluate.longbench_data import DataSet
 from questkv.evaluate.metrics import classification, f1, rouge_l
 from questkv.evaluate.task import Sample, Task

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from questkv.conversation.markup import begin_ids, markup_ids, text_ids
 from questkv.errors import ConfigError
-from questkv.evaluate.chat import Chat, begin_ids, markup_ids, text_ids
+from questkv.evaluate.chat import Chat
 from questkv.evaluate.hidden_key import ANSWER_TOKENS, HiddenKeyTask, depths, fact, key, question_ids
 from questkv.evaluate.task import Sample
 from questkv.models import LoadedModel

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from questkv.conversation.markup import begin_ids
 from questkv.errors import ConfigError
-from questkv.evaluate.chat import begin_ids
 from questkv.evaluate.task import Row, Sample, Task
 from questkv.evaluate.text import Text
 from questkv.models import LoadedModel

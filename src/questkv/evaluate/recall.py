@@ -13,9 +13,9 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from questkv.config import QuestConfig
+from questkv.conversation.markup import begin_ids
 from questkv.environment import environment
 from questkv.errors import ConfigError, UnsupportedError
-from questkv.evaluate.chat import begin_ids
 from questkv.evaluate.recall_budget import check_share
 from questkv.evaluate.recall_measure import measure
 from questkv.evaluate.recall_rules import ORACLE, ORACLE_TOKENS, QUEST, Rule

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from questkv.conversation.markup import text_ids
 from questkv.errors import DocumentError
-from questkv.evaluate.chat import text_ids
 from questkv.evaluate.excerpt import beginning
 
 
