@@ -74,7 +74,7 @@ def questkv_attention(
         **kwargs: Refused where they would change the result. A compiled step's handle is among them.
 
     Returns:
-        [B, n, Hq, D] and None for the weights.
+        [B, n, Hq, Dv] and None for the weights.
 
     Raises:
         CacheMismatchError: The keys don't come from a `QuestCache`.
@@ -113,13 +113,13 @@ def local_attention(
         module: The attention layer; SDPA reads its `num_key_value_groups` and `is_causal`.
         query: [B, Hq, n, D].
         key: [B, Hkv, T, D].
-        value: [B, Hkv, T, D].
+        value: [B, Hkv, T, Dv].
         mask: [B, 1, n, T] bool, or None for plain causal attention.
         softmax: Scale, soft cap and sinks.
         **kwargs: Handed on to SDPA.
 
     Returns:
-        [B, n, Hq, D].
+        [B, n, Hq, Dv].
     """
     if softmax.softcap is not None or softmax.sinks is not None:
         return capped_attention(query, key, value, mask, softmax)
@@ -139,12 +139,12 @@ def capped_attention(
     Args:
         query: [B, Hq, n, D].
         key: [B, Hkv, T, D].
-        value: [B, Hkv, T, D].
+        value: [B, Hkv, T, Dv].
         mask: [B, 1, n, T] bool, or None for plain causal attention.
         softmax: Scale, soft cap and sinks.
 
     Returns:
-        [B, n, Hq, D].
+        [B, n, Hq, Dv].
     """
     n, tokens = query.shape[2], key.shape[2]
     grouped = query.float().unflatten(1, (key.shape[1], -1)) * softmax.scale  # [B, Hkv, G, n, D]

@@ -160,7 +160,7 @@ class QuestCache(Cache):
             sequence: Which sequence of the batch.
 
         Returns:
-            [Hkv, L, D] each: a copy, or a view of the pages where they lie in one run. Pages in eight bits are decoded
+            [Hkv, L, D] and [Hkv, L, Dv]: copies, or views of the pages where they lie in one run. Pages in eight bits are decoded
             and rounded to the model's type. While a forward is under way, its tokens are among them once the layer has
             attended.
 
@@ -174,8 +174,8 @@ class QuestCache(Cache):
         """Append tokens whose keys and values were computed elsewhere, to every layer at once; nothing is attended.
 
         Args:
-            keys_values: For each of the model's layers, keys and values [B, Hkv, n, D] as attention sees them, after
-                the rotary embedding and without padding. They are copied into pages.
+            keys_values: For each of the model's layers, keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] as attention
+                sees them, after the rotary embedding and without padding. They are copied into pages.
 
         Raises:
             UnsupportedError: The model has layers that aren't paged.

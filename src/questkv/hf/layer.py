@@ -24,7 +24,7 @@ class AttendingLayer(Protocol):
             softmax: Scale, soft cap and sinks.
 
         Returns:
-            [B, n, Hq, D].
+            [B, n, Hq, Dv].
         """
 
 
@@ -104,7 +104,7 @@ class PagedLayer(CacheLayerMixin):
         mask: torch.Tensor | None,
         softmax: Softmax,
     ) -> torch.Tensor:
-        """Write what `update` kept and attend [B, Hq, n, D] queries; returns [B, n, Hq, D]."""
+        """Write what `update` kept and attend [B, Hq, n, D] queries; returns [B, n, Hq, Dv]."""
         new, self._new = self._new, None
         return self.state.attend(self.index, query, new, mask, softmax)
 

@@ -57,8 +57,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_head_dim(op: str, pages: Pages) -> None:
-    """Raise UnsupportedError where a row of keys doesn't fit the registers."""
-    if pages.head_dim > _MOST_CHANNELS:
-        raise UnsupportedError(
-            f"[{op}] head dim: expected at most {_MOST_CHANNELS} with backend 'triton', got {pages.head_dim}"
-        )
+    """Raise UnsupportedError where a row of keys or values doesn't fit the registers."""
+    for name, dim in (("head dim", pages.head_dim), ("values' head dim", pages.value_dim)):
+        if dim > _MOST_CHANNELS:
+            raise UnsupportedError(f"[{op}] {name}: expected at most {_MOST_CHANNELS} with backend 'triton', got {dim}")

@@ -36,7 +36,7 @@ class Storage:
             boxes, scales, value_scales. Where a layer has none of a kind, some other tensor that nothing reads.
         has_codes: Whether any segment is coded.
         int8_boxes: Whether boxes are in eight bits.
-        unit: Elements that every row of D keys, values, and codes starts at a multiple of: 16 bytes, or 1.
+        unit: Elements that every row of D keys, Dv values, and their codes starts at a multiple of: 16 bytes, or 1.
         box_unit: The same for a row of D box codes.
     """
 
