@@ -12,6 +12,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.gradients import refuse_backward
 from questkv.hf.group import Softmax
+from questkv.hf.latents import NewStates
 from questkv.hf.layer import PagedKeys
 from questkv.hf.step_operator import HANDLE
 
@@ -64,7 +65,8 @@ def questkv_attention(
     Args:
         module: The attention layer.
         query: [B, Hq, n, D].
-        key: What the cache's `update` returned: a handle of a paged layer, or a local layer's keys.
+        key: What the cache's `update` returned, a handle of a paged layer or a local layer's keys; or what the model
+            has expanded it to (see `questkv.hf.latents`).
         value: Like `key`.
         attention_mask: What `questkv_mask` returned.
         scaling: Softmax scale, D ** -0.5 if None.
@@ -89,6 +91,11 @@ def questkv_attention(
         padding = None if attention_mask is None else _padding(attention_mask)
         out = key.layer.attend(query, padding, Softmax(scale, softcap, s_aux))
         return refuse_backward(out, query, *key.sources), None
+    if isinstance(key, NewStates) and isinstance(value, NewStates):
+        padding = None if attention_mask is None else _padding(attention_mask)
+        keys, values = key.plain(), value.plain()
+        out = key.layer.attend_expanded(query, keys, values, padding, Softmax(scale, softcap, s_aux))
+        return refuse_backward(out, query, keys, values), None
     if not getattr(key, _OWN_LAYER, False):
         raise CacheMismatchError(
             "[questkv] cache: expected a QuestCache, got another cache or none; pass "

@@ -17,6 +17,7 @@ from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.attention import local_attention, mark_own_layer
 from questkv.hf.group import Softmax
+from questkv.hf.latents import latent_widths
 from questkv.hf.layer import PagedLayer
 from questkv.hf.report import CacheReport, LayerReport
 from questkv.hf.state import Observer, PagedState
@@ -68,7 +69,10 @@ class QuestCache(Cache):
             )
         _warn_if_few(len(paged), len(layers))
         self.state = PagedState(self.config, paged, max_tokens)
-        super().__init__(layers=[PagedLayer(self.state, i) if i in paged else layer for i, layer in enumerate(layers)])
+        latents = latent_widths(model_config)
+        super().__init__(
+            layers=[PagedLayer(self.state, i, latents) if i in paged else layer for i, layer in enumerate(layers)]
+        )
         # The layer whose update begins a forward.
         self._first_layer = next(
             i for i, layer in enumerate(layers) if i in paged or getattr(layer, "is_sliding", False)
@@ -225,7 +229,9 @@ class QuestCache(Cache):
         other.config = self.config if config is None else config
         other.state = self.state.fork(other.config)
         other.layers = [
-            PagedLayer(other.state, layer.index) if isinstance(layer, PagedLayer) else copy.deepcopy(layer)
+            PagedLayer(other.state, layer.index, layer.latents)
+            if isinstance(layer, PagedLayer)
+            else copy.deepcopy(layer)
             for layer in self.layers
         ]
         return other

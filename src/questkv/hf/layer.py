@@ -9,6 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.group import Softmax
+from questkv.hf.latents import NewStates
 from questkv.hf.state import PagedState
 
 
@@ -74,16 +75,18 @@ class PagedLayer(CacheLayerMixin):
     Args:
         state: What the cache's paged layers share.
         index: The model's layer.
+        latents: Widths of what `update` gets from a model with multi-head latent attention (see `questkv.hf.latents`).
     """
 
     is_croppable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: PagedState, index: int) -> None:
+    def __init__(self, state: PagedState, index: int, latents: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.state = state
         self.index = index
+        self.latents = latents
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -92,7 +95,12 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep [B, Hkv, n, D] keys and values for the attention function and return a handle in their place."""
+        """Keep keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] for the attention function; a handle takes their place.
+
+        Latents [B, 1, n, ...] are given back as they are, for the model to expand.
+        """
+        if self.latents == (key_states.shape[-1], value_states.shape[-1]):
+            return NewStates.of(self, key_states), NewStates.of(self, value_states)
         self._new = (key_states, value_states)
         handle = PagedKeys.of(self, key_states, value_states)
         return handle, handle
@@ -107,6 +115,18 @@ class PagedLayer(CacheLayerMixin):
         """Write what `update` kept and attend [B, Hq, n, D] queries; returns [B, n, Hq, Dv]."""
         new, self._new = self._new, None
         return self.state.attend(self.index, query, new, mask, softmax)
+
+    @torch.no_grad()
+    def attend_expanded(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        softmax: Softmax,
+    ) -> torch.Tensor:
+        """See `questkv.hf.latents.ExpandingLayer`."""
+        return self.state.attend(self.index, query, (keys, values), mask, softmax)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns (padding included) that a forward of `query_length` new ones sees, and the first one's number."""

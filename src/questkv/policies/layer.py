@@ -45,11 +45,14 @@ class HeldLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep [1, Hkv, n, D or Dv] keys and values for the attention function and return a handle in their place."""
-        if key_states.shape[0] != 1:
-            raise UnsupportedError(f"[policies] batch: expected one sequence, got {key_states.shape[0]}")
-        self._new = (key_states[0], value_states[0])
+        self._keep(key_states, value_states)
         handle = PagedKeys.of(self, key_states, value_states)
         return handle, handle
+
+    def _keep(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.shape[0] != 1:
+            raise UnsupportedError(f"[policies] batch: expected one sequence, got {keys.shape[0]}")
+        self._new = (keys[0], values[0])
 
     @torch.no_grad()
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, softmax: Softmax) -> torch.Tensor:
@@ -65,6 +68,18 @@ class HeldLayer(CacheLayerMixin):
             out[0, :, i] = self._step(query[0, :, i], keys, values, softmax).to(query.dtype)
             self.seen += 1
         return out.transpose(1, 2)
+
+    def attend_expanded(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        softmax: Softmax,
+    ) -> torch.Tensor:
+        """See `questkv.hf.latents.ExpandingLayer`."""
+        self._keep(keys, values)
+        return self.attend(query, mask, softmax)
 
     def _step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: Softmax) -> torch.Tensor:
         """Add one token (key [Hkv, D], value [Hkv, Dv]) and attend its query [Hq, D]; returns [Hq, Dv] float32."""
