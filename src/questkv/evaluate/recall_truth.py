@@ -54,7 +54,7 @@ class DenseTruth:
 
         Args:
             page_size: S.
-            coded: Keys [Hkv, n, D] and values [Hkv, n, Dv] as the rows read them from sealed pages, if not as they were.
+            coded: Keys [Hkv, n, D] and values [Hkv, n, Dv] as rows read them from sealed pages, if not as they were.
         """
         read = self._outputs(self.weights, self.steps.values, page_size)
         if coded is not None:

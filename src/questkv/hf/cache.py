@@ -164,8 +164,8 @@ class QuestCache(Cache):
             sequence: Which sequence of the batch.
 
         Returns:
-            [Hkv, L, D] and [Hkv, L, Dv]: copies, or views of the pages where they lie in one run. Pages in eight bits are decoded
-            and rounded to the model's type. While a forward is under way, its tokens are among them once the layer has
+            [Hkv, L, D] and [Hkv, L, Dv]: copies, or views of the pages where they lie in one run. Pages in eight bits
+            are decoded and rounded to the model's type. While a forward is under way, its tokens are among them once the layer has
             attended.
 
         Raises:

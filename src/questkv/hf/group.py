@@ -82,7 +82,7 @@ class Group:
         softmax: Softmax,
         counts: PageCounts,
     ) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, Dv] in a decode step: keys [T, Hkv, D] and values [T, Hkv, Dv] are written on the way."""
+        """[T, Hq, D] -> [T, Hq, Dv] in a decode step: [T, Hkv, D] keys and [T, Hkv, Dv] values are written."""
         plan = self._plan()
         pages = self.pool.layer(self.layers[layer])
         pages_read = torch.empty_like(plan.lengths)

@@ -1,8 +1,8 @@
 """Multi-head latent attention: keys and values that the model works out between the cache and attention.
 
-Such a model hands its cache latents, one vector a token for all heads, and expands what the cache gives back (DeepSeek,
-Kimi, GLM, MiniCPM). Pages hold keys and values, so the cache gives back the new tokens' latents alone; the model expands
-those, token by token, and the attention function finds the layer on what comes of it.
+Such a model (DeepSeek, Kimi, GLM, MiniCPM) hands its cache latents, one vector a token for all heads, and expands what
+the cache gives back. Pages hold keys and values, so the cache gives back the new tokens' latents alone; the model
+expands those, token by token, and the attention function finds the layer on what comes of it.
 """
 
 from __future__ import annotations

@@ -141,7 +141,8 @@ class PagedState:
         Args:
             layer: The model's layer.
             query: [B, Hq, width, D].
-            new: Keys [B, Hkv, width, D] and values [B, Hkv, width, Dv]; None if another layer that shares them has written them already.
+            new: Keys [B, Hkv, width, D] and values [B, Hkv, width, Dv]; None if another layer that shares them has
+                written them already.
             mask: [B, columns] bool 2-D padding mask over all columns, or None.
             softmax: Scale, soft cap and sinks.
             begun: `begin` was called for this forward; if not, the first paged layer calls it.

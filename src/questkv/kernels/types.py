@@ -68,7 +68,6 @@ class Pages:
     def __post_init__(self) -> None:
         if not self.segments:
             raise ValueError("[Pages] segments: expected at least one segment, got none")
-        first = self.segments[0].keys
         if self.segments[0].coded:
             raise TypeError("[Pages] keys: expected a plain first segment (float32, bfloat16 or float16), got uint8")
         if self.segments[0].host:
@@ -135,7 +134,7 @@ class Pages:
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
-        """What layers of one pool have in common: pages and kind of each segment, Hkv, S, D, Dv, dtype, device, boxes."""
+        """What layers of one pool have in common: pages and kind of segments, Hkv, S, D, Dv, dtype, device, boxes."""
         first = self.segments[0]
         kinds = tuple((segment.keys.shape[1], segment.coded, segment.host) for segment in self.segments)
         return (

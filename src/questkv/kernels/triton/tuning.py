@@ -160,5 +160,8 @@ def seal_blocks(head_dim: int, page_size: int) -> SealBlocks:
 
 @cache
 def transfer_blocks(page: int) -> TransferBlocks:
-    """For one layer, by the numbers in a page's keys or values of a head: at most 16 a thread and tile, two loads of 16 bytes."""
+    """For one layer, by the numbers in a page's keys or values of a head, whichever are more.
+
+    At most 16 a thread and tile: two loads of 16 bytes.
+    """
     return TransferBlocks(channels=min(next_power_of_2(page), 2048), warps=4)
