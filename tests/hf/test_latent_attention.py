@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from transformers import DynamicCache
 
 from hf.tiny_models import Pair, pad_left, teacher_forced, tokens
 from questkv import QuestConfig, attach
+from questkv.errors import UnsupportedError
+from questkv.hf import compiled
 from questkv.hf.attention import questkv_attention
 from questkv.hf.latents import NewStates
 from questkv.policies import METHODS, decode, make_policy, policy_class, prefill_context
@@ -149,6 +151,35 @@ def test_pages_in_eight_bits_are_off_by_half_a_code_and_are_what_attention_reads
     assert torch.equal(coded[:, :30], plain[:, :30])
     assert not torch.equal(coded[:, 30:], plain[:, 30:])
     assert (coded - plain).norm() < 0.1 * plain.norm()
+
+
+def test_a_cache_is_filled_with_keys_and_values_and_not_with_latents() -> None:
+    models, ids = _pair("minicpm3"), tokens(1, 30)
+    filled, theirs = models.cache(EVERYTHING), DynamicCache(config=models.reference.config)
+    teacher_forced(models.reference, ids, theirs, [30])
+    with pytest.raises(
+        UnsupportedError, match=r"^\[fill\] keys_values: .*, got latents of 20 and 8"
+    ):
+        filled.fill([(layer.keys, layer.values) for layer in theirs.layers])
+    other = models.cache(EVERYTHING)
+    whole = teacher_forced(models.quest, ids, other, [29, 1])
+    other.crop(-1)
+    filled.fill([tuple(part[None] for part in other.keys_values(layer)) for layer in range(3)])
+    assert torch.equal(teacher_forced(models.quest, ids[:, 29:], filled, [1]), whole[:, 29:])
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "minicpm3"])
+def test_the_compiled_step_gives_the_uncompiled_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled._steps.clear()
+    models, ids = _pair(name), tokens(1, 30)
+    config = QuestConfig(token_budget=1.0, **_PAGES)
+    expected = _generate(models.quest, ids, cache=models.cache(config))
+    with attach(models.quest, compile=True):
+        assert _generate(models.quest, ids, cache=models.cache(config)) == expected
+    assert compiled._steps
+    compiled._steps.clear()
+    torch._dynamo.reset()
 
 
 def test_a_crop_and_a_fork_keep_the_layers_width_of_latents() -> None:

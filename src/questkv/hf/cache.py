@@ -69,7 +69,7 @@ class QuestCache(Cache):
             )
         _warn_if_few(len(paged), len(layers))
         self.state = PagedState(self.config, paged, max_tokens)
-        latents = latent_widths(model_config)
+        self._latents = latents = latent_widths(model_config)
         super().__init__(
             layers=[PagedLayer(self.state, i, latents) if i in paged else layer for i, layer in enumerate(layers)]
         )
@@ -165,8 +165,8 @@ class QuestCache(Cache):
 
         Returns:
             [Hkv, L, D] and [Hkv, L, Dv]: copies, or views of the pages where they lie in one run. Pages in eight bits
-            are decoded and rounded to the model's type. While a forward is under way, its tokens are among them once the layer has
-            attended.
+            are decoded and rounded to the model's type. While a forward is under way, its tokens are among them once
+            the layer has attended.
 
         Raises:
             CacheMismatchError: The layer isn't paged, or holds no token.
@@ -182,7 +182,8 @@ class QuestCache(Cache):
                 sees them, after the rotary embedding and without padding. They are copied into pages.
 
         Raises:
-            UnsupportedError: The model has layers that aren't paged.
+            UnsupportedError: The model has layers that aren't paged, or the pairs are latents (see
+                `questkv.hf.latents`).
             ValueError: Not one pair a layer, or pairs of different B or n; the cache is as it was.
 
         Example:
@@ -199,6 +200,12 @@ class QuestCache(Cache):
         shapes = {(part.shape[0], part.shape[2]) for pair in keys_values for part in pair}
         if len(shapes) != 1:
             raise ValueError(f"[fill] keys_values: expected one B and n in all layers, got {sorted(shapes)}")
+        latents = self._latents
+        if latents and any((keys.shape[-1], values.shape[-1]) == latents for keys, values in keys_values):
+            raise UnsupportedError(
+                f"[fill] keys_values: expected keys and values, got latents of {latents[0]} and {latents[1]} channels, "
+                "which the model expands to them; feed the tokens to the model instead"
+            )
         self.state.fill(dict(enumerate(keys_values)))
 
     @contextmanager
