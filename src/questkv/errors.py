@@ -13,7 +13,7 @@ class QuestKVError(Exception):
 
 
 class ConfigError(QuestKVError, ValueError):
-    """A `QuestConfig` field is unknown or holds an impossible value."""
+    """A `QuestConfig` field, or an environment variable, is unknown or holds an impossible value."""
 
 
 class PoolFullError(QuestKVError, MemoryError):

@@ -93,12 +93,14 @@ def _gpus() -> list[str]:
 
 def _backends() -> dict[str, str]:
     """Every backend: available, or what it lacks."""
-    from questkv.kernels import available_backends
+    from questkv.kernels import available_backends, native
     from questkv.kernels.dispatch import BACKENDS
 
-    usable = available_backends()
+    usable = dict.fromkeys(available_backends(), "available")
+    if "native" in usable:
+        usable["native"] = f"available ({native.instruction_set()})"
     lacking = {"native": "not built", "triton": "no GPU" if _version("triton") else "the package triton is missing"}
-    return {name: "available" if name in usable else lacking[name] for name in BACKENDS}
+    return {name: usable.get(name) or lacking[name] for name in BACKENDS}
 
 
 def _kept_models(folder: Path) -> dict[str, int]:

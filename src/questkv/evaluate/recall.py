@@ -147,7 +147,7 @@ def describe_recall(recall: Recall, loaded: LoadedModel, model: Mapping[str, Any
         "settings": recall.settings(),
         "model": {**model, "dtype": str(loaded.model.dtype).removeprefix("torch.")},
         "quest": base,
-        "environment": environment(recall.base.backend),
+        "environment": environment(recall.base.backend, loaded.model.device),
     }
 
 

@@ -14,6 +14,7 @@ from questkv.errors import ConfigError, ResultsError
 from questkv.evaluate.plan import Plan, Planned
 from questkv.evaluate.results import Results
 from questkv.evaluate.task import Row, Sample, Task
+from questkv.hf.rotary import read_as
 from questkv.models import LoadedModel, context_length
 from questkv.policies import Context, prefill_context
 
@@ -40,7 +41,7 @@ def describe(task: Task, plan: Plan, loaded: LoadedModel, model: Mapping[str, An
         "methods": list(plan.methods),
         "budgets": list(plan.budgets),
         "quest": {key: value for key, value in plan.quest.to_dict().items() if key != "token_budget"},
-        "environment": environment(plan.quest.backend),
+        "environment": environment(plan.quest.backend, loaded.model.device),
     }
 
 
@@ -95,18 +96,20 @@ def run(
             on_progress((before + tokens) / total, f"{label}: prefill")
 
         prefilled(0)
-        context = prefill_context(
-            loaded.model,
-            torch.tensor([list(sample.ids)]),
-            plan.quest,
-            observe=any(planned.policy.observes for planned in todo),
-            on_progress=prefilled,
-        )
-        done += _cost(sample, 0)
-        for planned in todo:
-            on_progress(done / total, f"{label}: {planned.method}{f' {planned.budget}' if planned.budget else ''}")
-            results.add(_row(task, loaded, context, sample, planned))
-            done += _cost(sample, 1) - _cost(sample, 0)
+        # The prompt, the question and every answer are one sequence to a rotary embedding that asks for its length.
+        with read_as(loaded.model, len(sample.ids) + sample.decoded):
+            context = prefill_context(
+                loaded.model,
+                torch.tensor([list(sample.ids)]),
+                plan.quest,
+                observe=any(planned.policy.observes for planned in todo),
+                on_progress=prefilled,
+            )
+            done += _cost(sample, 0)
+            for planned in todo:
+                on_progress(done / total, f"{label}: {planned.method}{f' {planned.budget}' if planned.budget else ''}")
+                results.add(_row(task, loaded, context, sample, planned))
+                done += _cost(sample, 1) - _cost(sample, 0)
         del context  # before the next one is made: two would not fit where one does
     on_progress(1.0, task.name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -31,13 +31,30 @@ def mark_own_layer(keys: torch.Tensor) -> None:
     setattr(keys, _OWN_LAYER, True)
 
 
+def holds_whole_context(window: int, model_config: PreTrainedConfig) -> bool:
+    """Whether all layers of a model have sliding windows that are no shorter than its context, so that they see it all.
+
+    Phi-3 and Phi-4 of 128K have windows of 256K.
+    """
+    text = model_config.get_text_config(decoder=True)
+    context = getattr(text, "max_position_embeddings", None)
+    has_others = "full_attention" in (getattr(text, "layer_types", None) or ())
+    return context is not None and window >= context and not has_others
+
+
 def questkv_mask(**kwargs: Any) -> torch.Tensor | None:
     """Mask function: the padding mask [B, 1, 1, columns] (or None) for paged layers, SDPA's own for local ones."""
     # transformers names the window's size for sliding and chunked layers only.
-    if kwargs.get("local_size") is not None:
+    window = kwargs.get("local_size")
+    if window is not None and not holds_whole_context(window, kwargs["config"]):
         mask: torch.Tensor | None = sdpa_mask(**kwargs)
         return mask
-    if kwargs.get("mask_function", causal_mask_function) is not causal_mask_function:
+    if window is not None and kwargs["kv_length"] > window:
+        raise UnsupportedError(
+            f"[questkv] mask: expected at most {window} tokens, the sliding window of layers that are paged because it "
+            f"holds the model's whole context, got {kwargs['kv_length']}"
+        )
+    if window is None and kwargs.get("mask_function", causal_mask_function) is not causal_mask_function:
         raise UnsupportedError(
             "[questkv] mask: expected plain causal attention, got a custom, packed or bidirectional pattern; use "
             "another attention implementation for this input"
@@ -98,10 +115,14 @@ def questkv_attention(
         return refuse_backward(out, query, keys, values), None
     if not getattr(key, _OWN_LAYER, False):
         raise CacheMismatchError(
-            "[questkv] cache: expected a QuestCache, got another cache or none; pass "
-            "cache=QuestCache(model.config, QuestConfig()) (older transformers: past_key_values=), or use "
-            "questkv.attach(model)"
+            f"[questkv] cache: expected a QuestCache, got another cache or none; {_advice(module, query)}"
         )
+    n = query.shape[2]
+    if attention_mask is not None and n == key.shape[2] and (attention_mask.ndim == 2 or attention_mask.shape[2] != n):
+        # A full-attention layer without a cache; a padding query sees itself, so that no row is empty.
+        causal = torch.ones(n, n, dtype=torch.bool, device=query.device).tril()
+        diagonal = torch.eye(n, dtype=torch.bool, device=query.device)
+        attention_mask = _padding(attention_mask).bool()[:, None, None] & causal | diagonal
     return local_attention(module, query, key, value, attention_mask, Softmax(scale, softcap, s_aux), **kwargs), None
 
 
@@ -180,6 +201,20 @@ def _padding(mask: torch.Tensor) -> torch.Tensor:
             "supported"
         )
     return mask[:, 0, 0]
+
+
+def _advice(module: Any, query: torch.Tensor) -> str:
+    original = getattr(getattr(module, "config", None), "original_max_position_embeddings", None)
+    if original is not None and query.shape[2] > original:
+        return (
+            f"this model's generate leaves out the cache that it is given where a sequence gets longer than {original} "
+            "tokens (original_max_position_embeddings), to read it all with other rotary frequencies; call it inside "
+            "questkv.attach(model), which puts the cache back"
+        )
+    return (
+        "pass cache=QuestCache(model.config, QuestConfig()) (older transformers: past_key_values=), or use "
+        "questkv.attach(model)"
+    )
 
 
 def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
-from questkv.hf.attention import local_attention, mark_own_layer
+from questkv.hf.attention import holds_whole_context, local_attention, mark_own_layer
 from questkv.hf.group import Softmax
 from questkv.hf.latents import latent_widths
 from questkv.hf.layer import PagedLayer
@@ -61,7 +61,7 @@ class QuestCache(Cache):
         layers = DynamicCache(config=model_config).layers
         # They hold an image's or another input's keys, and don't run where there is none.
         cross = getattr(model_config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-        paged = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i not in cross]
+        paged = [i for i, layer in enumerate(layers) if _attends_to_everything(layer, model_config) and i not in cross]
         if not paged:
             raise UnsupportedError(
                 f"[QuestCache] model_config: expected a model with full-attention layers, got "
@@ -302,6 +302,12 @@ class QuestCache(Cache):
                     f"layers hold, got {layer.get_seq_length()}, left by a forward that was interrupted; call "
                     "cache.reset() and start again"
                 )
+
+
+def _attends_to_everything(layer: Any, model_config: PreTrainedConfig) -> bool:
+    if type(layer) is DynamicSlidingWindowLayer:
+        return holds_whole_context(layer.sliding_window, model_config)
+    return type(layer) is DynamicLayer
 
 
 def _warn_if_few(paged: int, layers: int) -> None:

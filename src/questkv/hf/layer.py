@@ -60,6 +60,11 @@ class PagedKeys(torch.Tensor):
         # Reading shape, dtype or device is harmless, and some models do between cache and attention.
         if getattr(func, "__name__", "") in ("__get__", "size", "dim", "__repr__", "__len__"):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "[questkv] torch.compile: expected a model whose forward isn't compiled, got one that torch.compile "
+                "traces; leave that out, and use questkv.attach(model, compile=True) for compiled decode steps"
+            )
         raise CacheMismatchError(
             "[questkv] attention: expected a QuestCache to be read by the 'questkv' attention function, got another; "
             "call model.set_attn_implementation('questkv') or use questkv.attach(model)"

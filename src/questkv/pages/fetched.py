@@ -7,6 +7,7 @@ import torch
 from questkv import kernels
 from questkv.errors import PoolFullError
 from questkv.kernels import Pages, PageSegment
+from questkv.pages.exclusive import exclusive
 from questkv.pages.geometry import PageGeometry
 from questkv.pages.memory import is_out_of_memory
 
@@ -57,6 +58,7 @@ class FetchedPages:
             self._view = Pages((*plain, self.segment))
         return self._view
 
+    @exclusive
     def follow(self, pages: Pages) -> None:
         """Take note of the layer's pages, which become more."""
         if pages is self.pages:
@@ -72,6 +74,7 @@ class FetchedPages:
             before, self._slot_of = self._slot_of, self._filled(pages.num_pages + 1)
             self._slot_of[:, : before.shape[1]] = before
 
+    @exclusive
     def reserve(self, slots: int) -> None:
         """Have at least `slots` places; where there were fewer, nothing is there any more.
 
@@ -98,6 +101,7 @@ class FetchedPages:
         self._page_of, self._used = self._filled(slots + 1), self._filled(slots + 1)
         self._slot_of = self._filled(self.pages.num_pages + 1)
 
+    @exclusive
     def fetch(self, page_ids: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
         """Have copies of all these pages until the next call.
 
@@ -140,6 +144,7 @@ class FetchedPages:
         kernels.transfer(self.pages, copied, self.view, slot + self.view.starts[-2], backend=backend)
         return torch.stack([there.sum(), missing.sum()])
 
+    @exclusive
     def forget(self, page_ids: torch.Tensor) -> None:
         """Pages [n] int64 that hold something else now: their copies are void."""
         if not self.slots:
@@ -150,6 +155,7 @@ class FetchedPages:
         self._used.scatter_(1, slot, -1)
         self._slot_of[:, page_ids] = -1
 
+    @exclusive
     def table(self, page_table: torch.Tensor) -> torch.Tensor:
         """[R, Hkv, P] pages of `view` for a page table [R, P] of the pool; -1 stays -1.
 

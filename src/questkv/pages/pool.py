@@ -11,6 +11,7 @@ from questkv import kernels
 from questkv.errors import PoolFullError
 from questkv.kernels import Pages, PageSegment
 from questkv.kernels.gather import gather_tokens, runs_of
+from questkv.pages.exclusive import exclusive
 from questkv.pages.fetched import FetchedPages
 from questkv.pages.geometry import PageGeometry
 from questkv.pages.memory import available_bytes, give_back, is_out_of_memory
@@ -33,6 +34,8 @@ class PagePool:
 
     Pages are plain, where tokens are written, or closed, where a page is moved when it is sealed: coded with
     ``kv_dtype="int8"``, in host memory with ``offload="host"``. A segment has one kind, the first is plain.
+
+    Forks share a pool, and may be used in several threads, each in one: what changes the pool runs in one at a time.
 
     Args:
         geometry: The shape of a page.
@@ -111,6 +114,7 @@ class PagePool:
         """Whether a physical page is one that sealed pages move into: nothing is written there but by sealing."""
         return self._closed[page_id]
 
+    @exclusive
     def fetched(self, layer: int) -> FetchedPages | None:
         """What the device holds of a layer whose closed pages lie in host memory; None for another."""
         fetched = self._fetched[layer]
@@ -125,10 +129,9 @@ class PagePool:
     def layer(self, layer: int) -> Pages:
         """The pages of one layer, as the operators take them."""
         view = self._views[layer]
-        if view is None:
-            view = self._views[layer] = Pages(tuple(self._layers[layer]))
-        return view
+        return self._new_view(layer) if view is None else view
 
+    @exclusive
     def add_layer(self, *, host: bool = False) -> int:
         """Storage for one more layer in every segment; returns the layer's number.
 
@@ -147,6 +150,7 @@ class PagePool:
         self._fetched.append(FetchedPages(self.geometry) if host else None)
         return len(self._layers) - 1
 
+    @exclusive
     def allocate(self, count: int, *, closed: bool = False, ends: Collection[int] = ()) -> list[int]:
         """Give `count` free pages of one kind to one holder, lowest first, growing the pool if need be.
 
@@ -172,12 +176,14 @@ class PagePool:
         self._emptied.difference_update(page_ids)
         return page_ids
 
+    @exclusive
     def share(self, page_ids: Iterable[int]) -> None:
         """Add a holder to each page."""
         for page_id in page_ids:
             assert self._holders[page_id] > 0, f"page {page_id} is free"
             self._holders[page_id] += 1
 
+    @exclusive
     def release(self, page_ids: Iterable[int]) -> None:
         """Take a holder from each page; one without holders is free."""
         for page_id in page_ids:
@@ -188,6 +194,7 @@ class PagePool:
                 if self.geometry.closes and not self._closed[page_id]:
                     self._emptied.add(page_id)
 
+    @exclusive
     def trim(self) -> None:
         """Give the memory of plain pages that tokens only passed through back to the system, but for a few.
 
@@ -234,6 +241,12 @@ class PagePool:
         if fetched is not None and into is not None:
             fetched.forget(into)
 
+    @exclusive
+    def _new_view(self, layer: int) -> Pages:
+        view = self._views[layer] = Pages(tuple(self._layers[layer]))
+        return view
+
+    @exclusive
     def _locate(self, layer: int, page_id: int) -> tuple[PageSegment, int]:
         for segment, pages in zip(self._layers[layer], self._segment_pages, strict=True):
             if page_id < pages:
