@@ -157,9 +157,7 @@ def test_a_cache_is_filled_with_keys_and_values_and_not_with_latents() -> None:
     models, ids = _pair("minicpm3"), tokens(1, 30)
     filled, theirs = models.cache(EVERYTHING), DynamicCache(config=models.reference.config)
     teacher_forced(models.reference, ids, theirs, [30])
-    with pytest.raises(
-        UnsupportedError, match=r"^\[fill\] keys_values: .*, got latents of 20 and 8"
-    ):
+    with pytest.raises(UnsupportedError, match=r"^\[fill\] keys_values: .*, got latents of 20 and 8"):
         filled.fill([(layer.keys, layer.values) for layer in theirs.layers])
     other = models.cache(EVERYTHING)
     whole = teacher_forced(models.quest, ids, other, [29, 1])
