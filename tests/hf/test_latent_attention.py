@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from questkv.errors import UnsupportedError
 from questkv.hf import compiled
 from questkv.hf.attention import questkv_attention
 from questkv.hf.latents import NewStates
+from questkv.pages import geometry
 from questkv.policies import METHODS, decode, make_policy, policy_class, prefill_context
 
 HEADS, KEYS, VALUES, LATENTS = 4, 24, 16, (20, 8)
@@ -178,6 +180,19 @@ def test_the_compiled_step_gives_the_uncompiled_tokens(name: str, monkeypatch: p
     assert compiled._steps
     compiled._steps.clear()
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_pages_in_host_memory_give_what_pages_on_the_device_give(
+    kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(geometry, "_host_without_gpu", True)
+    models, ids, steps = _pair("minicpm3"), tokens(1, 50), [40, *[1] * 10]
+    config = replace(FEW, kv_dtype=kv_dtype, backend="reference")
+    expected = teacher_forced(models.quest, ids, models.cache(config), steps)
+    cache = models.cache(replace(config, offload="host"))
+    assert torch.equal(teacher_forced(models.quest, ids, cache, steps), expected)
+    assert cache.report().pages_fetched > 0
 
 
 def test_a_crop_and_a_fork_keep_the_layers_width_of_latents() -> None:
