@@ -45,3 +45,7 @@ class DocumentError(QuestKVError, OSError):
 
 class ResultsError(QuestKVError, OSError):
     """A folder of evaluation results can't be read, written or continued."""
+
+
+class OutputError(QuestKVError, OSError):
+    """A result can't be written where it was asked for."""

@@ -16,8 +16,6 @@ from hf.tiny_models import Pair, pad_left, teacher_forced, tokens
 from questkv import QuestConfig, attach
 from questkv.errors import UnsupportedError
 from questkv.hf import compiled
-from questkv.hf.attention import questkv_attention
-from questkv.hf.latents import NewStates
 from questkv.pages import geometry
 from questkv.policies import METHODS, decode, make_policy, policy_class, prefill_context
 
@@ -215,20 +213,3 @@ def test_every_method_with_a_budget_of_everything_gives_the_full_cache(method: s
         logits = decode(models.quest, policy.decode_cache(context), ids[:, 35:])
         # Logits of order 10; see tests/hf/test_dense_generation.py.
         assert torch.allclose(logits, expected, atol=2e-4, rtol=2e-4) == (budget == 40 or method == "full")
-
-
-def test_latents_lead_to_their_layer_through_what_is_computed_from_them() -> None:
-    class Layer:
-        def attend_expanded(self, query: Any, keys: Any, values: Any, mask: Any, softmax: Any) -> Any:
-            assert type(keys) is torch.Tensor
-            assert type(values) is torch.Tensor
-            return keys, values, softmax.scale
-
-    states = torch.randn(1, 1, 3, 4)
-    marked = NewStates.of(Layer(), states)
-    keys, values = (part.expand(-1, 2, -1, -1) for part in torch.split(marked @ torch.ones(4, 6), [4, 2], dim=-1))
-    module = torch.nn.Module().eval()
-    out, _ = questkv_attention(module, torch.zeros(1, 2, 3, 4), keys, values, None, scaling=0.5)
-    assert torch.equal(out[0], (states @ torch.ones(4, 6))[..., :4].expand(-1, 2, -1, -1))
-    assert out[1].shape == (1, 2, 3, 2)
-    assert out[2] == 0.5

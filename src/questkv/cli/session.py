@@ -120,11 +120,19 @@ class Session:
         threads: int | None,
         weights: str = "model",
         compile: bool = False,
+        trust_remote_code: bool = False,
     ) -> Session:
         """Load a model with the paged attention and start an empty conversation."""
         if threads is not None:
             torch.set_num_threads(threads)
-        loaded = load_model(model, dtype=dtype, rope_factor=rope_factor, attention="questkv", weights=weights)
+        loaded = load_model(
+            model,
+            dtype=dtype,
+            rope_factor=rope_factor,
+            attention="questkv",
+            weights=weights,
+            trust_remote_code=trust_remote_code,
+        )
         return cls(loaded.model, loaded.tokenizer, config, compile=compile)
 
     def compile_step(self) -> None:

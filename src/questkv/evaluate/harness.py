@@ -288,6 +288,10 @@ class HarnessTasks(Task):
     limit: int | None = None
     decoded: int = 32
 
+    def row_fields(self, budget: int | None) -> tuple[str, ...]:
+        """See `Task.row_fields`."""
+        return ("dataset", "higher_is_better")
+
     def samples(self, loaded: LoadedModel) -> Iterator[Sample]:
         """One a task: lm-evaluation-harness makes the prompts."""
         for task in self.tasks:

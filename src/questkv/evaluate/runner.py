@@ -51,19 +51,26 @@ def list_samples(task: Task, loaded: LoadedModel) -> list[Sample]:
     Raises:
         ConfigError: There is none, or one doesn't fit the model's context.
     """
+    limit = context_length(loaded.model.config)
+    asked = max(getattr(task, "lengths", (0,)))
+    if limit is not None and asked > limit:  # before a prompt is made that fills the memory
+        raise _too_long(task, limit, asked, "tokens")
     samples = list(task.samples(loaded))
     if not samples:
         raise ConfigError(f"[{task.name}] samples: expected at least one, got none")
     assert len({sample.id for sample in samples}) == len(samples)
-    limit = context_length(loaded.model.config)
     longest = max(samples, key=lambda sample: len(sample.ids) + sample.decoded)
     needed = len(longest.ids) + longest.decoded
     if limit is not None and needed > limit:
-        raise ConfigError(
-            f"[{task.name}] lengths: expected at most the model's context of {limit:,} tokens, got {needed:,} with the "
-            f"question and the answer; stretch it with --rope-factor {math.ceil(needed / limit)}, or shorten the prompt"
-        )
+        raise _too_long(task, limit, needed, "with the question and the answer")
     return samples
+
+
+def _too_long(task: Task, limit: int, needed: int, what: str) -> ConfigError:
+    return ConfigError(
+        f"[{task.name}] lengths: expected at most the model's context of {limit:,} tokens, got {needed:,} {what}; "
+        f"stretch it with --rope-factor {math.ceil(needed / limit)}, or shorten the prompt"
+    )
 
 
 def run(

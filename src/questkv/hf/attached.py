@@ -21,6 +21,7 @@ from questkv.hf.compiled import arguments_of, compiled_step, refuse_compiled_for
 from questkv.hf.counts import PageCounts
 from questkv.hf.linear_layers import fast_linear_layers
 from questkv.hf.prefill import cache_argument
+from questkv.hf.support import check_cache_implementation
 from questkv.hf.uncached import NoCache, without_cache
 from questkv.hf.watch import watching
 
@@ -114,6 +115,7 @@ class AttachedModel:
         entry = self._current()
         if entry is None:  # kept by somebody beyond the last attachment
             return self._generate(*args, **kwargs)
+        check_cache_implementation(self._model, kwargs)
         brought = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
         asked = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
         own = self._model.generation_config

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from questkv.config import QuestConfig
 from questkv.hf.attached import Entry, entered
 from questkv.hf.cache import QuestCache
+from questkv.hf.support import check_model
 
 
 class Attachment:
@@ -63,6 +64,8 @@ def attach(
 
     Raises:
         TypeError: `config` is something else; the model is as it was.
+        UnsupportedError: A model of this class can't decode from pages; the message says why, the model is as it
+            was.
         UnsupportedError: With `compile`, from a decode step of a model that torch.compile can't take as one graph, or
             at once where the model's forward was replaced. Nothing falls back to the uncompiled step. Always where
             torch.compile has taken the forward of the model or of a part of it that attends.
@@ -76,6 +79,7 @@ def attach(
         raise TypeError(f"[attach] config: expected a QuestConfig, got {type(config).__name__}")
     # torch.compile(model) is a shell around the model, which its `generate` belongs to.
     model = getattr(model, "_orig_mod", model)
+    check_model(model)
     attachment = Attachment(model, config if config is not None else QuestConfig())
     if model.generation_config is not None and model.generation_config.use_cache is False:
         warnings.warn(

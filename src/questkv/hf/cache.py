@@ -11,17 +11,25 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
-from questkv.hf.attention import holds_whole_context, local_attention, mark_own_layer
+from questkv.hf.attention import mark_own_layer
 from questkv.hf.group import Softmax
-from questkv.hf.latents import latent_widths
+from questkv.hf.hybrid_layer import PagedHybridLayer
 from questkv.hf.layer import PagedLayer
+from questkv.hf.local_attention import local_attention
 from questkv.hf.report import CacheReport, LayerReport
 from questkv.hf.state import Observer, PagedState
 from questkv.hf.step_operator import new_handle
+from questkv.hf.support import paged_layers
 
 # A model with no more than this share of full-attention layers has no slack for pages that a score missed.
 _FEW_GLOBAL_LAYERS = 0.25
@@ -61,17 +69,11 @@ class QuestCache(Cache):
         layers = DynamicCache(config=model_config).layers
         # They hold an image's or another input's keys, and don't run where there is none.
         cross = getattr(model_config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-        paged = [i for i, layer in enumerate(layers) if _attends_to_everything(layer, model_config) and i not in cross]
-        if not paged:
-            raise UnsupportedError(
-                f"[QuestCache] model_config: expected a model with full-attention layers, got "
-                f"{model_config.model_type} with {type(layers[0]).__name__ if layers else 'no'} layers only"
-            )
+        paged = [i for i in paged_layers(model_config, layers) if i not in cross]
         _warn_if_few(len(paged), len(layers))
         self.state = PagedState(self.config, paged, max_tokens)
-        self._latents = latents = latent_widths(model_config)
         super().__init__(
-            layers=[PagedLayer(self.state, i, latents) if i in paged else layer for i, layer in enumerate(layers)]
+            layers=[self._paged(i, own, model_config) if i in paged else own for i, own in enumerate(layers)]
         )
         # The layer whose update begins a forward.
         self._first_layer = next(
@@ -164,9 +166,9 @@ class QuestCache(Cache):
             sequence: Which sequence of the batch.
 
         Returns:
-            [Hkv, L, D] and [Hkv, L, Dv]: copies, or views of the pages where they lie in one run. Pages in eight bits
-            are decoded and rounded to the model's type. While a forward is under way, its tokens are among them once
-            the layer has attended.
+            [Hkv, L, D] each: a copy, or a view of the pages where they lie in one run. Pages in eight bits are decoded
+            and rounded to the model's type. While a forward is under way, its tokens are among them once the layer has
+            attended.
 
         Raises:
             CacheMismatchError: The layer isn't paged, or holds no token.
@@ -182,8 +184,8 @@ class QuestCache(Cache):
                 sees them, after the rotary embedding and without padding. They are copied into pages.
 
         Raises:
-            UnsupportedError: The model has layers that aren't paged, or the pairs are latents (see
-                `questkv.hf.latents`).
+            UnsupportedError: The model has layers that aren't paged, or the pairs are latents, which a model with
+                multi-head latent attention expands to keys and values.
             ValueError: Not one pair a layer, or pairs of different B or n; the cache is as it was.
 
         Example:
@@ -200,8 +202,9 @@ class QuestCache(Cache):
         shapes = {(part.shape[0], part.shape[2]) for pair in keys_values for part in pair}
         if len(shapes) != 1:
             raise ValueError(f"[fill] keys_values: expected one B and n in all layers, got {sorted(shapes)}")
-        latents = self._latents
-        if latents and any((keys.shape[-1], values.shape[-1]) == latents for keys, values in keys_values):
+        text = self.layers[0].model_config.get_text_config(decoder=True)
+        latents = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+        if any((keys.shape[-1], values.shape[-1]) == latents for keys, values in keys_values):
             raise UnsupportedError(
                 f"[fill] keys_values: expected keys and values, got latents of {latents[0]} and {latents[1]} channels, "
                 "which the model expands to them; feed the tokens to the model instead"
@@ -236,10 +239,7 @@ class QuestCache(Cache):
         other.config = self.config if config is None else config
         other.state = self.state.fork(other.config)
         other.layers = [
-            PagedLayer(other.state, layer.index, layer.latents)
-            if isinstance(layer, PagedLayer)
-            else copy.deepcopy(layer)
-            for layer in self.layers
+            layer.over(other.state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer) for layer in self.layers
         ]
         return other
 
@@ -286,9 +286,17 @@ class QuestCache(Cache):
         for layer in self._own_layers():
             layer.batch_select_indices(indices)
 
+    def _paged(self, index: int, own: CacheLayerMixin, model_config: PreTrainedConfig) -> PagedLayer:
+        """What takes the place of a layer of transformers' that holds every token's keys and values."""
+        if isinstance(own, LinearAttentionCacheLayerMixin):
+            linear = LinearAttentionLayer(number_of_states=own.number_of_states)
+            return PagedHybridLayer(self.state, index, model_config, linear)
+        return PagedLayer(self.state, index, model_config)
+
     def _own_layers(self) -> list[Any]:
-        """The layers that are transformers' own."""
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        """The layers that are transformers' own, and what a layer keeps besides its pages."""
+        own = (layer.linear if isinstance(layer, PagedHybridLayer) else layer for layer in self.layers)
+        return [layer for layer in own if not isinstance(layer, PagedLayer)]
 
     def _check_own_layers(self) -> None:
         """Between forwards every layer holds the same columns.
@@ -302,12 +310,6 @@ class QuestCache(Cache):
                     f"layers hold, got {layer.get_seq_length()}, left by a forward that was interrupted; call "
                     "cache.reset() and start again"
                 )
-
-
-def _attends_to_everything(layer: Any, model_config: PreTrainedConfig) -> bool:
-    if type(layer) is DynamicSlidingWindowLayer:
-        return holds_whole_context(layer.sliding_window, model_config)
-    return type(layer) is DynamicLayer
 
 
 def _warn_if_few(paged: int, layers: int) -> None:

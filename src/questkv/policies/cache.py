@@ -10,7 +10,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from questkv.hf.attention import mark_own_layer
-from questkv.hf.latents import NewStates, latent_widths
 from questkv.policies.context import Context
 from questkv.policies.layer import HeldLayer
 from questkv.policies.tokens import HeldTokens
@@ -26,7 +25,6 @@ class PolicyCache(Cache):
 
     def __init__(self, context: Context, make_layer: Callable[[int], HeldLayer]) -> None:
         paged = context.paged_layers
-        self._latents = latent_widths(context.model_config)
         super().__init__(
             layers=[
                 make_layer(index) if index in paged else copy.deepcopy(layer)
@@ -39,8 +37,6 @@ class PolicyCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand new keys and values to their layer."""
         layer = self.layers[layer_idx]
-        if isinstance(layer, HeldLayer) and self._latents == (key_states.shape[-1], value_states.shape[-1]):
-            return NewStates.of(layer, key_states), NewStates.of(layer, value_states)
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         if not isinstance(layer, HeldLayer):
             mark_own_layer(keys)

@@ -46,8 +46,22 @@ class HeldLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep [1, Hkv, n, D or Dv] keys and values for the attention function and return a handle in their place."""
         self._keep(key_states, value_states)
-        handle = PagedKeys.of(self, key_states, value_states)
-        return handle, handle
+        new = (key_states, value_states)
+        return PagedKeys.of(self, *new, stands_for=key_states), PagedKeys.of(self, *new, stands_for=value_states)
+
+    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> PagedKeys:
+        """See `PagedLayer.replace`."""
+        if self._new is None or any(part.shape[2] != self._new[0].shape[1] for part in (keys, values)):
+            raise self.refusal("mixing tokens")
+        self._keep(keys, values)
+        return PagedKeys.of(self, keys, values)
+
+    def refusal(self, name: str) -> UnsupportedError:
+        """The error for a model that computes with cached keys and values by itself, by the function's name."""
+        return UnsupportedError(
+            f"[policies] cached keys and values: expected the attention function to be the first to compute with all "
+            f"of them, got the model's own computation ({name})"
+        )
 
     def _keep(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.shape[0] != 1:
@@ -68,18 +82,6 @@ class HeldLayer(CacheLayerMixin):
             out[0, :, i] = self._step(query[0, :, i], keys, values, softmax).to(query.dtype)
             self.seen += 1
         return out.transpose(1, 2)
-
-    def attend_expanded(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        softmax: Softmax,
-    ) -> torch.Tensor:
-        """See `questkv.hf.latents.ExpandingLayer`."""
-        self._keep(keys, values)
-        return self.attend(query, mask, softmax)
 
     def _step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: Softmax) -> torch.Tensor:
         """Add one token (key [Hkv, D], value [Hkv, Dv]) and attend its query [Hq, D]; returns [Hq, Dv] float32."""
