@@ -56,11 +56,15 @@ class Layer:
     rule: str = "mean"
     coded: bool = False
     segments: int = 1
+    value_dim: int = 0  # as the keys
 
     def __str__(self) -> str:
+        width = f" Dv={self.value_dim}" if self.value_dim else ""
         extra = f"{' int8 pages' if self.coded else ''}{f' {self.segments} segments' if self.segments > 1 else ''}"
         rule = "" if self.rule == "mean" else f" {self.rule}"
-        return f"{self.dtype} D={self.head_dim} Hkv={self.kv_heads} G={self.group} S={self.page_size}{rule}{extra}"
+        return (
+            f"{self.dtype} D={self.head_dim}{width} Hkv={self.kv_heads} G={self.group} S={self.page_size}{rule}{extra}"
+        )
 
 
 LAYERS = (
@@ -80,9 +84,11 @@ LAYERS = (
     Layer("fp32", 64, 3, 3),  # SmolLM2 135M
     Layer("fp32", 128, 8, 4, rule="per_head"),
     Layer("fp32", 256, 1, 4, segments=2, coded=True),
+    Layer("bf16", 192, 128, 1, value_dim=128),  # DeepSeek-V3
+    Layer("bf16", 192, 16, 1, segments=2, coded=True, value_dim=128),  # DeepSeek-V2 Lite
 )
 # Between them they launch every kernel, in every type and with every option.
-QUICK = (LAYERS[0], LAYERS[2], LAYERS[4], LAYERS[8], LAYERS[9], LAYERS[11], LAYERS[14])
+QUICK = (LAYERS[0], LAYERS[2], LAYERS[4], LAYERS[8], LAYERS[9], LAYERS[11], LAYERS[14], *LAYERS[16:])
 
 
 @dataclass(frozen=True)
@@ -123,10 +129,13 @@ def make_pages(layer: Layer) -> Pages:
     segments = []
     for i in range(layer.segments):
         coded = layer.coded and i == layer.segments - 1
-        keys = torch.zeros((*tokens, layer.head_dim), dtype=torch.uint8 if coded else dtype)
+        keys, values = (
+            torch.zeros((*tokens, dim), dtype=torch.uint8 if coded else dtype)
+            for dim in (layer.head_dim, layer.value_dim or layer.head_dim)
+        )
         boxes = torch.zeros((*tokens[:2], 2, layer.head_dim), dtype=torch.int8)
         steps = torch.zeros((*tokens, 2)) if coded else None
-        segments.append(PageSegment(keys, keys.clone(), boxes, torch.zeros(tokens[:2]), steps))
+        segments.append(PageSegment(keys, values, boxes, torch.zeros(tokens[:2]), steps))
     return Pages(tuple(segments))
 
 
@@ -138,9 +147,9 @@ def call_operators(layer: Layer) -> None:
     table = torch.arange(3).repeat(2, 1)
     lengths = torch.full((2,), 2 * layer.page_size + 1)
     counts = torch.ones(2, dtype=torch.int64)
-    token = torch.zeros((2, layer.kv_heads, layer.head_dim), dtype=dtype)
+    key, value = (torch.zeros((2, layer.kv_heads, dim), dtype=dtype) for dim in (pages.head_dim, pages.value_dim))
     into = torch.full((1,), pages.num_pages - 1) if layer.coded else None
-    new = NewTokens(torch.tensor([2, 3]) * layer.page_size, token, token, torch.tensor([1]), into)
+    new = NewTokens(torch.tensor([2, 3]) * layer.page_size, key, value, torch.tensor([1]), into)
     step = (q, pages, table, lengths, counts, 0.1, 0.5, layer.rule, 0, 0, None, None, torch.zeros_like(counts), new)
     decode(*step)
     dense(q, pages, table, lengths, 0.1, None, None)

@@ -27,7 +27,8 @@ using Tensor = nb::ndarray<nb::device::cpu, nb::c_contig>;
 using Indices = nb::ndarray<int64_t, nb::device::cpu, nb::c_contig>;
 using Floats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
 
-// slots [n], keys and values [n, Hkv, D], sealed [m], the coded pages [m] that they are coded into, spans [k, C].
+// slots [n], keys [n, Hkv, D], values [n, Hkv, Dv], sealed [m], the coded pages [m] that they are coded into, spans [k,
+// C].
 using NewTokens = std::tuple<Indices, Tensor, Tensor, Indices, std::optional<Indices>, std::optional<Indices>>;
 
 DType dtype_of(const Tensor& tensor) {
@@ -66,6 +67,7 @@ class LayerPages {
                   static_cast<int64_t>(keys_[0].shape(0)),
                   static_cast<int64_t>(keys_[0].shape(2)),
                   static_cast<int64_t>(keys_[0].shape(3)),
+                  static_cast<int64_t>(values_[0].shape(3)),
                   dtype_of(keys_[0]),
                   coded,
                   segments_[0].spans ? segments_[0].pages / segments_[0].spans : 0};

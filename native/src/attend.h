@@ -24,7 +24,7 @@ inline void attend_part(const Pages& pages, const Rows& rows, const Item& item, 
 template <class T>
 inline void write_out(const Pages& pages, const Rows& rows, const Item& item, const Partial& sum,
                       const Softmax& softmax, char* out) {
-    const int64_t dim = pages.head_dim, width = padded(dim);
+    const int64_t dim = pages.value_dim, width = padded(dim);
     for (int64_t h = 0; h < item.heads; ++h) {
         float share = 1.0f;
         float total = sum.l[h];
@@ -48,7 +48,7 @@ template <class T>
 inline void attend_item(const Pages& pages, const Rows& rows, const Item& item, const List& list,
                         const Softmax& softmax, char* out) {
     Workspace& w = workspace();
-    const int64_t width = padded(pages.head_dim), size = partial_size(item.heads, width);
+    const int64_t width = padded(pages.value_dim), size = partial_size(item.heads, width);
     const Queries<T> q = arrange_queries<T>(pages, rows, item, w);
     float* buffer = w.partial.of(2 * size);
     const Partial sum = partial_at(buffer, item.heads), part = partial_at(buffer + size, item.heads);
@@ -79,7 +79,7 @@ inline void attend_items(const Pages& pages, const Rows& rows, int64_t lists, co
     for (int64_t i = 0; i < items; ++i) start[i + 1] = start[i] + parts_of(pages, list_of(i));
     int64_t* owner = owners.of(start[items]);
     for (int64_t i = 0; i < items; ++i) fill(owner + start[i], owner + start[i + 1], i);
-    const int64_t heads = item_of(0, pages, rows, lists).heads, width = padded(pages.head_dim);
+    const int64_t heads = item_of(0, pages, rows, lists).heads, width = padded(pages.value_dim);
     const int64_t size = partial_size(heads, width);
     static thread_local Buffer<float> partials;
     float* buffer = partials.of(start[items] * size);

@@ -13,12 +13,12 @@ constexpr int64_t kSealedAhead = 8;
 
 inline SealedPage sealed_page(const Pages& pages, int64_t kv_head, int64_t page) {
     const Segment& segment = pages.segment_of(page);
-    const int64_t at = kv_head * segment.pages + page - segment.start;
-    const int64_t bytes = segment.coded() ? pages.page_size * pages.head_dim : pages.page_bytes();
+    const int64_t slot = (kv_head * segment.pages + page - segment.start) * pages.page_size;
+    const int64_t bytes = segment.coded() ? 1 : size_of(pages.dtype);
     const int64_t box = segment.box_of_page(kv_head, page);
-    return {segment.keys + at * bytes, segment.values + at * bytes,
+    return {segment.keys + slot * pages.head_dim * bytes, segment.values + slot * pages.value_dim * bytes,
             reinterpret_cast<const int8_t*>(segment.boxes + box * pages.box_bytes()), segment.scales[box],
-            segment.coded() ? segment.value_scales + at * pages.page_size * 2 : nullptr};
+            segment.coded() ? segment.value_scales + slot * 2 : nullptr};
 }
 
 // Keys [S, D] of a page as floats.
@@ -35,7 +35,7 @@ inline void decode_keys(const SealedPage& page, int64_t page_size, int64_t dim, 
         }
 }
 
-// Values [S, D] of a page as floats.
+// Values [S, Dv] of a page as floats.
 template <class T>
 inline void decode_values(const SealedPage& page, int64_t page_size, int64_t dim, float* out) {
     const uint8_t* codes = reinterpret_cast<const uint8_t*>(page.values);
@@ -53,7 +53,7 @@ inline void decode_values(const SealedPage& page, int64_t page_size, int64_t dim
 // `known`; queries [heads, D] as floats; scores are [heads, stride] with token t of page e at e * S + t.
 struct SealedPart {
     const SealedPage* pages;
-    int64_t count, known, page_size, dim, heads;
+    int64_t count, known, page_size, dim, value_dim, heads;
     const float* queries;
     float* scores;
     int64_t stride;
@@ -87,9 +87,9 @@ struct DecodedPages {
         }
     }
 
-    // out [heads, D]: the sum of the values weighted with what has become of the scores.
+    // out [heads, Dv]: the sum of the values weighted with what has become of the scores.
     static void add(const SealedPart& part, float* out, Workspace& w) {
-        const int64_t dim = part.dim, width = padded(dim), size = part.page_size;
+        const int64_t dim = part.value_dim, width = padded(dim), size = part.page_size;
         float* page = w.decoded.of((size + 3) / 4 * 4 * dim);
         float* sums = w.weights.of(part.heads * width);
         fill(sums, sums + part.heads * width, 0.0f);
@@ -111,8 +111,8 @@ struct DecodedPages {
 };
 
 #if defined(__AVX512VNNI__)
-// Coded pages with S a multiple of 4 and D of 64: products of codes with two signed digits, weight = unit * (256 d1 +
-// d0), which adds less than a tenth of what coding itself costs. All sums are exact.
+// Coded pages with S a multiple of 4, D and Dv of 64: products of codes with two signed digits, weight = unit * (256 d1
+// + d0), which adds less than a tenth of what coding itself costs. All sums are exact.
 struct CodedPages {
     static constexpr int64_t kNear = kSealedAhead / 2, kFar = kSealedAhead;
 
@@ -124,7 +124,7 @@ struct CodedPages {
     static_assert(kMostCodedTokens * 255 * 128 <= std::numeric_limits<int32_t>::max());
 
     static bool takes(const SealedPart& part) {
-        if (part.page_size % 4 || part.dim % 64 || part.dim > kMostChannels) return false;
+        if (part.page_size % 4 || part.dim % 64 || part.dim > kMostChannels || part.value_dim % 64) return false;
         // A part is one page at least, however many tokens that has.
         if (part.tokens() > kMostCodedTokens) return false;
         for (int64_t e = 0; e < part.count; ++e)
@@ -253,7 +253,7 @@ struct CodedPages {
         const int64_t size = part.page_size, n = part.tokens();
         const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
         const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-        const int64_t lines = size * part.dim / 64;
+        const int64_t lines = size * part.value_dim / 64;
         V most = {}, sum = {};
         for (int64_t e = 0; e < part.count; ++e) {
             // The memory has nothing to do meanwhile: values beyond those that were prefetched with the last keys.
@@ -289,12 +289,12 @@ struct CodedPages {
         return top / kDigits;
     }
 
-    // totals [H, 2, D] += codes of pages [first, last) times the words of H heads. Places are those of unpacked
+    // totals [H, 2, Dv] += codes of pages [first, last) times the words of H heads. Places are those of unpacked
     // vectors.
     template <int H, Ahead ahead>
     static void add_pages(const SealedPart& part, int64_t first, int64_t last, const int32_t* words, int64_t a_head,
                           int32_t* totals) {
-        const int64_t dim = part.dim, quads = part.page_size / 4, half = part.tokens() / 4;
+        const int64_t dim = part.value_dim, quads = part.page_size / 4, half = part.tokens() / 4;
         for (int64_t d = 0; d < dim; d += 64) {
             __m512i acc[H][2][4];
             for (int h = 0; h < H; ++h)
@@ -331,7 +331,7 @@ struct CodedPages {
     }
 
     static void add(const SealedPart& part, float* out, Workspace& w) {
-        const int64_t dim = part.dim, a_head = part.tokens() / 2;
+        const int64_t dim = part.value_dim, a_head = part.tokens() / 2;
         const int64_t room = most(part.tokens(), dim);
         float* weights = w.token_weights.of(room + 2 * part.heads);
         float* units = weights + room;
@@ -371,7 +371,7 @@ struct CodedPages {
 template <class T>
 inline void attend_sealed(const Pages& pages, const Rows& rows, const Item& item, const List& list, int64_t part,
                           const Softmax& softmax, const Partial& out, Workspace& w) {
-    const int64_t dim = pages.head_dim, width = padded(dim), a_part = pages_a_part(pages, list);
+    const int64_t dim = pages.head_dim, value_dim = pages.value_dim, a_part = pages_a_part(pages, list);
     const int64_t first = part * a_part, last = least(first + a_part, list.selected);
     const int64_t* table = rows.page_table + item.row * rows.table_width;
     const int64_t known = least(last + kSealedAhead, list.selected);
@@ -383,15 +383,16 @@ inline void attend_sealed(const Pages& pages, const Rows& rows, const Item& item
     const T* q = reinterpret_cast<const T*>(rows.q) + (item.row * rows.heads + item.first_head) * dim;
     for (int64_t i = 0; i < item.heads * dim; ++i) queries[i] = to_float(q[i]);
     float* scores = w.sums.of(item.heads * stride);
-    const SealedPart work{sealed,     last - first, known - first, pages.page_size, dim,
-                          item.heads, queries,      scores,        stride};
+    const SealedPart work{sealed,    last - first, known - first, pages.page_size, dim,
+                          value_dim, item.heads,   queries,       scores,          stride};
     const auto run = [&]<class How>() {
         How::dot(work, w);
         for (int64_t h = 0; h < item.heads; ++h)
             softmax_part(scores + h * stride, tokens, softmax, out.m + h, out.l + h);
-        float* sums = w.scores.of(item.heads * dim);
+        float* sums = w.scores.of(item.heads * value_dim);
         How::add(work, sums, w);
-        for (int64_t h = 0; h < item.heads; ++h) arrange<T>(sums + h * dim, dim, out.acc + h * width);
+        for (int64_t h = 0; h < item.heads; ++h)
+            arrange<T>(sums + h * value_dim, value_dim, out.acc + h * padded(value_dim));
     };
 #if defined(__AVX512VNNI__)
     if (CodedPages::takes(work)) {

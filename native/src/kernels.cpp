@@ -18,20 +18,23 @@ void with_dtype(DType dtype, F&& f) {
 }
 
 void append(const Pages& pages, int64_t n, const int64_t* slots, const char* keys, const char* values, int threads) {
-    const int64_t bytes = pages.head_dim * size_of(pages.dtype);
+    const int64_t key_bytes = pages.key_bytes(), value_bytes = pages.value_bytes();
     const int64_t block = 64;
-    run_units(n * pages.kv_heads * bytes < 1 << 18 ? 1 : threads, (n + block - 1) / block, [&](int64_t unit) {
-        for (int64_t t = unit * block; t < least(n, (unit + 1) * block); ++t) {
-            const int64_t page = slots[t] / pages.page_size, slot = slots[t] % pages.page_size;
-            const Segment& segment = pages.segment_of(page);
-            for (int64_t h = 0; h < pages.kv_heads; ++h) {
-                const int64_t to = ((h * segment.pages + page - segment.start) * pages.page_size + slot) * bytes;
-                const int64_t from = (t * pages.kv_heads + h) * bytes;
-                std::memcpy(segment.keys + to, keys + from, static_cast<size_t>(bytes));
-                std::memcpy(segment.values + to, values + from, static_cast<size_t>(bytes));
-            }
-        }
-    });
+    run_units(n * pages.kv_heads * (key_bytes + value_bytes) < 1 << 19 ? 1 : threads, (n + block - 1) / block,
+              [&](int64_t unit) {
+                  for (int64_t t = unit * block; t < least(n, (unit + 1) * block); ++t) {
+                      const int64_t page = slots[t] / pages.page_size, slot = slots[t] % pages.page_size;
+                      const Segment& segment = pages.segment_of(page);
+                      for (int64_t h = 0; h < pages.kv_heads; ++h) {
+                          const int64_t to = (h * segment.pages + page - segment.start) * pages.page_size + slot;
+                          const int64_t from = t * pages.kv_heads + h;
+                          std::memcpy(segment.keys + to * key_bytes, keys + from * key_bytes,
+                                      static_cast<size_t>(key_bytes));
+                          std::memcpy(segment.values + to * value_bytes, values + from * value_bytes,
+                                      static_cast<size_t>(value_bytes));
+                      }
+                  }
+              });
 }
 
 void seal(const Pages& pages, int64_t n, const int64_t* page_ids, const int64_t* into, int threads) {
@@ -43,19 +46,19 @@ void seal(const Pages& pages, int64_t n, const int64_t* page_ids, const int64_t*
             const int64_t target = into ? into[i] : page_ids[i];
             const Segment &from = pages.segment_of(page_ids[i]), &to = pages.segment_of(target);
             for (int64_t h = 0; h < pages.kv_heads; ++h) {
-                const int64_t source = h * from.pages + page_ids[i] - from.start;
-                const int64_t at = h * to.pages + target - to.start, of_box = to.box_of_page(h, target);
-                const T* keys = reinterpret_cast<const T*>(from.keys + source * pages.page_bytes());
+                const int64_t source = (h * from.pages + page_ids[i] - from.start) * pages.page_size;
+                const int64_t at = (h * to.pages + target - to.start) * pages.page_size;
+                const int64_t of_box = to.box_of_page(h, target);
+                const T* keys = reinterpret_cast<const T*>(from.keys + source * pages.key_bytes());
                 char* box = to.boxes + of_box * pages.box_bytes();
                 float* scale = to.scales ? to.scales + of_box : nullptr;
                 seal_page(keys, pages.page_size, pages.head_dim, lo, hi, box, scale);
                 if (!to.coded()) continue;
-                const int64_t codes = pages.page_size * pages.head_dim;
                 code_keys(keys, pages.page_size, pages.head_dim, reinterpret_cast<const int8_t*>(box), *scale,
-                          reinterpret_cast<uint8_t*>(to.keys + at * codes));
-                code_values(reinterpret_cast<const T*>(from.values + source * pages.page_bytes()), pages.page_size,
-                            pages.head_dim, to.value_scales + at * pages.page_size * 2,
-                            reinterpret_cast<uint8_t*>(to.values + at * codes));
+                          reinterpret_cast<uint8_t*>(to.keys + at * pages.head_dim));
+                code_values(reinterpret_cast<const T*>(from.values + source * pages.value_bytes()), pages.page_size,
+                            pages.value_dim, to.value_scales + at * 2,
+                            reinterpret_cast<uint8_t*>(to.values + at * pages.value_dim));
             }
         });
     });

@@ -5,7 +5,7 @@
 
 namespace questkv::QUESTKV_ISA_NAME {
 
-// Softmax state of an item over a part of its list: m, l [heads], acc [heads, padded(D)] in pair order.
+// Softmax state of an item over a part of its list: m, l [heads], acc [heads, padded(Dv)] in pair order.
 struct Partial {
     float *m, *l, *acc;
 };

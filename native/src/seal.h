@@ -123,15 +123,15 @@ void code_keys(const T* keys, int64_t page_size, int64_t head_dim, const int8_t*
     }
 }
 
-// Code values [S, D], each token between its own extremes; scales [S, 2] take step and offset, NaN for a token that
+// Code values [S, Dv], each token between its own extremes; scales [S, 2] take step and offset, NaN for a token that
 // holds a NaN or infinite value.
 template <class T>
-void code_values(const T* values, int64_t page_size, int64_t head_dim, float* scales, uint8_t* codes) {
+void code_values(const T* values, int64_t page_size, int64_t value_dim, float* scales, uint8_t* codes) {
     for (int64_t t = 0; t < page_size; ++t) {
-        const T* row = values + t * head_dim;
+        const T* row = values + t * value_dim;
         float lo = to_float(row[0]), hi = lo;
         bool finite = true;
-        for (int64_t d = 0; d < head_dim; ++d) {
+        for (int64_t d = 0; d < value_dim; ++d) {
             const float v = to_float(row[d]);
             lo = v < lo ? v : lo;
             hi = v > hi ? v : hi;
@@ -141,9 +141,9 @@ void code_values(const T* values, int64_t page_size, int64_t head_dim, float* sc
         finite &= step <= std::numeric_limits<float>::max();
         scales[2 * t] = finite ? step : std::numeric_limits<float>::quiet_NaN();
         scales[2 * t + 1] = finite ? lo : std::numeric_limits<float>::quiet_NaN();
-        for (int64_t d = 0; d < head_dim; ++d) {
+        for (int64_t d = 0; d < value_dim; ++d) {
             const bool coded = finite && step > 0;
-            codes[t * head_dim + d] = coded ? code_of((double{to_float(row[d])} - lo) / step) : uint8_t{0};
+            codes[t * value_dim + d] = coded ? code_of((double{to_float(row[d])} - lo) / step) : uint8_t{0};
         }
     }
 }

@@ -14,9 +14,9 @@ inline void write_tokens(const Problem& problem, Layer& layer) {
     const Shape& s = problem.shape;
     const char *key = problem.keys.data(), *value = problem.values.data();
     for (const int64_t slot : problem.slots)
-        for (int64_t h = 0; h < s.kv_heads; ++h, key += s.row_bytes(), value += s.row_bytes()) {
-            std::memcpy(layer.token(false, h, slot / s.page_size, slot % s.page_size), key, s.row_bytes());
-            std::memcpy(layer.token(true, h, slot / s.page_size, slot % s.page_size), value, s.row_bytes());
+        for (int64_t h = 0; h < s.kv_heads; ++h, key += s.row_bytes(false), value += s.row_bytes(true)) {
+            std::memcpy(layer.token(false, h, slot / s.page_size, slot % s.page_size), key, s.row_bytes(false));
+            std::memcpy(layer.token(true, h, slot / s.page_size, slot % s.page_size), value, s.row_bytes(true));
         }
 }
 
@@ -67,7 +67,7 @@ struct Selection {
     }
 };
 
-using Expected = std::vector<std::vector<Close>>;  // [R * Hq] of D
+using Expected = std::vector<std::vector<Close>>;  // [R * Hq] of Dv
 
 inline Expected expected_output(const Problem& problem, const Selection* selection, const Softmax& softmax) {
     Expected out;
@@ -83,7 +83,7 @@ inline Expected expected_output(const Problem& problem, const Selection* selecti
 }
 
 inline std::vector<char> empty_output(const Problem& problem, int64_t rows) {
-    std::vector<char> out(static_cast<size_t>(rows * problem.shape.heads() * problem.shape.row_bytes()));
+    std::vector<char> out(static_cast<size_t>(rows * problem.shape.heads() * problem.shape.row_bytes(true)));
     for (size_t i = 0; i < out.size(); i += size_of(problem.shape.dtype))
         write_number(problem.shape.dtype, std::nan(""), out.data() + i);
     return out;
@@ -167,11 +167,11 @@ inline void test_decode(const KernelTable& kernels, const Problem& problem, cons
         CHECK(same_bits(together.out, expected));
         CHECK(together.pages_read == read);
         for (int64_t r = 0; r < s.rows(); ++r) {
-            const int64_t bytes = s.heads() * s.row_bytes();
+            const int64_t bytes = s.heads() * s.row_bytes(true);
             const Rows alone{1,
                              s.heads(),
                              problem.table_width,
-                             problem.q.data() + r * bytes,
+                             problem.q.data() + r * s.heads() * s.row_bytes(false),
                              problem.table.data() + r * problem.table_width,
                              problem.lengths.data() + r};
             const Decoded one = decode(kernels, problem, layer, alone, wanted.data() + r, softmax, scoring, threads);

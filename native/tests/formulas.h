@@ -92,7 +92,7 @@ inline std::vector<int64_t> pages_by_sort(const float* scores, int64_t pages, in
     return chosen;
 }
 
-// Attention of one query head over the tokens of the given pages and of the open page: D numbers.
+// Attention of one query head over the tokens of the given pages and of the open page: Dv numbers.
 inline std::vector<Close> attention(const Problem& problem, int64_t row, int64_t head,
                                     const std::vector<int64_t>& pages, const Softmax& softmax) {
     const Shape& s = problem.shape;
@@ -129,8 +129,8 @@ inline std::vector<Close> attention(const Problem& problem, int64_t row, int64_t
     double total = 0;
     for (const double x : logits) total += std::exp(x - most);
     const double relative = std::expm1(2 * error) + (2 * static_cast<double>(tokens.size()) + most - least + 10) * kU;
-    std::vector<Close> out(static_cast<size_t>(dim));
-    for (int64_t d = 0; d < dim; ++d) {
+    std::vector<Close> out(static_cast<size_t>(s.dim(true)));
+    for (int64_t d = 0; d < s.dim(true); ++d) {
         double sizes = 0;
         for (size_t i = 0; i < tokens.size(); ++i) {
             const double part = std::exp(logits[i] - most) / total * problem.token(true, row, kv_head, tokens[i])[d];

@@ -75,9 +75,11 @@ struct Shape {
     DType dtype;
     bool int8_boxes;
     std::vector<int64_t> lengths;  // of every row
+    int64_t value_dim = 0;         // 0: as the keys
 
     int64_t heads() const { return kv_heads * group; }
-    int64_t row_bytes() const { return head_dim * size_of(dtype); }
+    int64_t dim(bool values) const { return values && value_dim ? value_dim : head_dim; }
+    int64_t row_bytes(bool values) const { return dim(values) * size_of(dtype); }
     int64_t pages_of(int64_t row) const { return (lengths[row] + page_size - 1) / page_size; }
     int64_t sealed(int64_t row) const { return (lengths[row] - 1) / page_size; }
     int64_t rows() const { return static_cast<int64_t>(lengths.size()); }
@@ -85,8 +87,9 @@ struct Shape {
     std::string text() const {
         static const char* const types[] = {"f32", "bf16", "f16"};
         return "Hkv=" + std::to_string(kv_heads) + " G=" + std::to_string(group) + " D=" + std::to_string(head_dim) +
-               " S=" + std::to_string(page_size) + " R=" + std::to_string(rows()) + " L=" + std::to_string(lengths[0]) +
-               " " + types[static_cast<int>(dtype)] + (int8_boxes ? " int8 boxes" : " model boxes");
+               " Dv=" + std::to_string(dim(true)) + " S=" + std::to_string(page_size) + " R=" + std::to_string(rows()) +
+               " L=" + std::to_string(lengths[0]) + " " + types[static_cast<int>(dtype)] +
+               (int8_boxes ? " int8 boxes" : " model boxes");
     }
 };
 
@@ -100,11 +103,12 @@ class Layer {
         int64_t start = 0;
         store_.reserve(segment_pages.size() + 1);
         for (const int64_t n : segment_pages) {
-            const size_t numbers = static_cast<size_t>(shape.kv_heads * n * shape.page_size * shape.head_dim);
+            const int64_t rows = shape.kv_heads * n * shape.page_size;
             const int64_t spans = span_pages ? n / span_pages : 0;
             const size_t bounds = static_cast<size_t>(shape.kv_heads * (n + spans) * 2 * shape.head_dim);
             Store& store = store_.emplace_back();
-            store.keys = store.values = poison(shape.dtype, numbers);
+            store.keys = poison(shape.dtype, static_cast<size_t>(rows * shape.dim(false)));
+            store.values = poison(shape.dtype, static_cast<size_t>(rows * shape.dim(true)));
             store.boxes = shape.int8_boxes ? std::vector<char>(bounds, 99) : poison(shape.dtype, bounds);
             if (shape.int8_boxes) store.scales.assign(static_cast<size_t>(shape.kv_heads * (n + spans)), std::nanf(""));
             segments_.push_back({store.keys.data(), store.values.data(), store.boxes.data(),
@@ -114,8 +118,8 @@ class Layer {
         if (coded_pages) {
             const size_t rows = static_cast<size_t>(shape.kv_heads * coded_pages * shape.page_size);
             Store& store = store_.emplace_back();
-            store.keys.assign(rows * static_cast<size_t>(shape.head_dim), 99);
-            store.values = store.keys;
+            store.keys.assign(rows * static_cast<size_t>(shape.dim(false)), 99);
+            store.values.assign(rows * static_cast<size_t>(shape.dim(true)), 99);
             store.boxes.assign(static_cast<size_t>(shape.kv_heads * coded_pages * 2 * shape.head_dim), 99);
             store.scales.assign(static_cast<size_t>(shape.kv_heads * coded_pages), std::nanf(""));
             store.value_scales.assign(2 * rows, std::nanf(""));
@@ -124,8 +128,9 @@ class Layer {
         }
         pages_ = {segments_.data(), static_cast<int64_t>(segments_.size()),
                   shape.kv_heads,   shape.page_size,
-                  shape.head_dim,   shape.dtype,
-                  coded_pages > 0,  span_pages};
+                  shape.dim(false), shape.dim(true),
+                  shape.dtype,      coded_pages > 0,
+                  span_pages};
     }
     Layer(const Layer&) = delete;
 
@@ -135,13 +140,13 @@ class Layer {
     char* token(bool values, int64_t head, int64_t page, int64_t slot) {
         const Segment& s = segment(page);
         const int64_t at = (head * s.pages + page - s.start) * shape_.page_size + slot;
-        return (values ? s.values : s.keys) + at * shape_.row_bytes();
+        return (values ? s.values : s.keys) + at * shape_.row_bytes(values);
     }
 
     // A coded page's code of a key or value.
     int code(bool values, int64_t head, int64_t page, int64_t slot, int64_t d) const {
         const Segment& s = segment(page);
-        const int64_t at = ((head * s.pages + page - s.start) * shape_.page_size + slot) * shape_.head_dim + d;
+        const int64_t at = ((head * s.pages + page - s.start) * shape_.page_size + slot) * shape_.dim(values) + d;
         return static_cast<unsigned char>((values ? s.values : s.keys)[at]);
     }
 
@@ -210,9 +215,9 @@ struct Problem {
     Shape shape;
     std::vector<int64_t> segment_pages, table, lengths, slots, sealed_ids;
     int64_t table_width = 0;
-    std::vector<char> q, keys, values;                  // [R, Hq, D], [tokens, Hkv, D]
+    std::vector<char> q, keys, values;                  // [R, Hq, D], [tokens, Hkv, D or Dv]
     std::vector<double> q_numbers;                      // [R, Hq, D]
-    std::vector<std::vector<double>> key_of, value_of;  // per row [Hkv, L, D]
+    std::vector<std::vector<double>> key_of, value_of;  // per row [Hkv, L, D or Dv]
     float scale = 0;
     // Of coded pages: the largest scale of a box and step of a value, 0 where there are none.
     double box_scale = 0, value_step = 0;
@@ -254,19 +259,20 @@ struct Problem {
 
     // The token's key (or value) in a row.
     const double* token(bool value, int64_t row, int64_t head, int64_t t) const {
-        return (value ? value_of : key_of)[row].data() + (head * lengths[row] + t) * shape.head_dim;
+        return (value ? value_of : key_of)[row].data() + (head * lengths[row] + t) * shape.dim(value);
     }
 
     Rows rows() const { return {shape.rows(), shape.heads(), table_width, q.data(), table.data(), lengths.data()}; }
 
   private:
     void fill_row(int64_t r) {
-        const int64_t length = lengths[r], dim = shape.head_dim;
-        key_of.emplace_back(static_cast<size_t>(shape.kv_heads * length * dim));
-        value_of.emplace_back(key_of.back().size());
+        const int64_t length = lengths[r];
+        key_of.emplace_back(static_cast<size_t>(shape.kv_heads * length * shape.dim(false)));
+        value_of.emplace_back(static_cast<size_t>(shape.kv_heads * length * shape.dim(true)));
         for (int64_t t = 0; t < length; ++t) {
             slots.push_back(table[r * table_width + t / shape.page_size] * shape.page_size + t % shape.page_size);
             for (const bool value : {false, true}) {
+                const int64_t dim = shape.dim(value);
                 std::vector<double> token;
                 const std::vector<char> raw = numbers(shape.kv_heads * dim, token);
                 std::vector<char>& all = value ? values : keys;

@@ -81,22 +81,25 @@ void check_codes(Problem& problem, const Problem& plain, const Layer& layer, int
     for (int64_t slot = 0; slot < s.page_size; ++slot) {
         const int64_t t = p * s.page_size + slot;
         const double *key = plain.token(false, row, head, t), *value = plain.token(true, row, head, t);
-        const float lowest = static_cast<float>(*std::min_element(value, value + s.head_dim));
-        const float highest = static_cast<float>(*std::max_element(value, value + s.head_dim));
+        const float lowest = static_cast<float>(*std::min_element(value, value + s.dim(true)));
+        const float highest = static_cast<float>(*std::max_element(value, value + s.dim(true)));
         const float step = (highest - lowest) / 255;
         const float* stored = layer.value_scale(head, page, slot);
         right = right && stored[0] == step && stored[1] == lowest;
         problem.value_step = std::max(problem.value_step, static_cast<double>(step));
         double* decoded_key = problem.key_of[row].data() + (head * problem.lengths[row] + t) * s.head_dim;
-        double* decoded_value = problem.value_of[row].data() + (head * problem.lengths[row] + t) * s.head_dim;
+        double* decoded_value = problem.value_of[row].data() + (head * problem.lengths[row] + t) * s.dim(true);
         for (int64_t d = 0; d < s.head_dim; ++d) {
             const double lo = layer.bound(head, page, false, d) * scale, hi = layer.bound(head, page, true, d) * scale;
-            const int code = layer.code(false, head, page, slot, d), of_value = layer.code(true, head, page, slot, d);
+            const int code = layer.code(false, head, page, slot, d);
             right = right &&
                     code == (hi > lo ? std::clamp(std::nearbyint((key[d] - lo) * 255 / (hi - lo)), 0.0, 255.0) : 0);
-            right = right && of_value == (step > 0 ? std::nearbyint((value[d] - lowest) / step) : 0);
             decoded_key[d] = lo + code * (hi - lo) / 255;
-            decoded_value[d] = lowest + static_cast<double>(step) * of_value;
+        }
+        for (int64_t d = 0; d < s.dim(true); ++d) {
+            const int code = layer.code(true, head, page, slot, d);
+            right = right && code == (step > 0 ? std::nearbyint((value[d] - lowest) / step) : 0);
+            decoded_value[d] = lowest + static_cast<double>(step) * code;
         }
     }
     CHECK(right);
@@ -235,7 +238,7 @@ void test_limits() {
         std::fill(problem.keys.begin(), problem.keys.end(), 0);
         std::fill(problem.key_of[0].begin(), problem.key_of[0].end(), 0.0);
         ones(problem.shape, problem.values);
-        for (size_t t = 0; t < problem.values.size(); t += static_cast<size_t>(problem.shape.row_bytes()))
+        for (size_t t = 0; t < problem.values.size(); t += static_cast<size_t>(problem.shape.row_bytes(true)))
             write_number(problem.shape.dtype, 0, problem.values.data() + t);
         for (size_t i = 0; i < problem.value_of[0].size(); ++i) problem.value_of[0][i] = i % 64 ? 1.0 : 0.0;
         const Softmax softmax{problem.scale, 0, nullptr};
@@ -288,6 +291,7 @@ void test_all() {
     const struct {
         int64_t kv_heads, group, head_dim, page_size;
         std::vector<int64_t> lengths;
+        int64_t value_dim = 0;  // 0: as the keys
     } shapes[] = {
         {1, 3, 33, 16, {1610}},                     // few lists, several parts
         {1, 1, 64, 16, {1100, 16}},                 // few lists
@@ -297,11 +301,17 @@ void test_all() {
         {1, 7, 40, 3, {100, 2, 4, 3}},
         {1, 8, 96, 64, {300, 64, 700}},
         {1, 16, 256, 8, {77, 8, 40}},
+        {2, 2, 192, 16, {150, 33, 16}, 128},  // values narrower than keys
+        {2, 3, 24, 16, {90, 7}, 16},
+        {1, 2, 40, 3, {50, 4}, 9},
+        {1, 5, 64, 4, {101, 18}, 192},  // and wider
+        {2, 1, 16, 8, {70, 9}, 33},
     };
     for (const auto& s : shapes)
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
             for (const bool int8_boxes : {true, false})
-                test_shape({s.kv_heads, s.group, s.head_dim, s.page_size, dtype, int8_boxes, s.lengths}, seed++);
+                test_shape({s.kv_heads, s.group, s.head_dim, s.page_size, dtype, int8_boxes, s.lengths, s.value_dim},
+                           seed++);
     for (const KernelTable* const* table = available_kernels(); *table; ++table) test_select(**table, seed++);
     test_limits();
     test_linear_shapes();

@@ -159,12 +159,18 @@ def test_offloading_is_refused() -> None:
             call()
 
 
-def test_values_of_another_width_are_refused() -> None:
+def test_values_of_another_width_than_the_cached_ones_are_refused() -> None:
     cache = QuestCache(LlamaConfig(num_hidden_layers=1), SMALL)
     states = torch.zeros(1, 2, 3, 4)
-    keys, values = cache.update(states, states[..., :2], 0)
-    with pytest.raises(UnsupportedError, match="head dim 4, got 2"):
-        questkv_attention(torch.nn.Module().eval(), states, keys, values, None)
+    for width in (2, 3):
+        keys, values = cache.update(states, states[..., :width], 0)
+        if width == 2:
+            out, _ = questkv_attention(torch.nn.Module().eval(), states, keys, values, None)
+            assert out.shape == (1, 3, 2, 2)
+            continue
+        with pytest.raises(CacheMismatchError, match="expected the heads, widths, dtype and device"):
+            questkv_attention(torch.nn.Module().eval(), states, keys, values, None)
+    assert cache.report().tokens == (3,)
 
 
 def test_a_handle_answers_its_shape_and_refuses_to_compute() -> None:

@@ -21,6 +21,7 @@ from questkv.kernels import Pages, PageSegment
 PAGE_SIZES = (1, 3, 8, 16, 17)
 GROUPS = (1, 2, 3, 4, 7, 8, 16)
 HEAD_DIMS = (8, 16, 33, 40, 64, 80)
+VALUE_DIMS = (0, 0, 9, 16, 48)  # 0: as the keys
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP_RULES = ("mean", "softmax_mean", "per_head")
 
@@ -33,6 +34,10 @@ class Shape:
     page_size: int = 3
     dtype: torch.dtype = torch.float32
     box_dtype: str = "int8"
+    value_dim: int = 0  # as the keys
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
     @property
     def heads(self) -> int:
@@ -41,7 +46,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """R rows. `tables[r]` lists a row's physical pages; `keys[r]`, `values[r]` [Hkv, L, D] are its own tokens."""
+    """R rows. `tables[r]` lists a row's physical pages; `keys[r]`, `values[r]` [Hkv, L, D or Dv] are its own tokens."""
 
     shape: Shape
     pages: Pages
@@ -117,9 +122,9 @@ def build_case(
         length = lengths[row]
         # A few channels are large, as in real keys; values differ from token to token.
         spread = 1 + 3 * (torch.rand(shape.kv_heads, 1, shape.head_dim, generator=gen) > 0.9)
-        tokens = torch.randn(2, shape.kv_heads, length, shape.head_dim, generator=gen)
-        keys.append((tokens[0] * spread).to(shape.dtype))
-        values.append(tokens[1].to(shape.dtype))
+        tokens = torch.randn(2, shape.kv_heads, length, max(shape.head_dim, shape.value_dim), generator=gen)
+        keys.append((tokens[0, ..., : shape.head_dim] * spread).to(shape.dtype))
+        values.append(tokens[1, ..., : shape.value_dim].to(shape.dtype))
         for bad_row, token, value in bad_keys:
             if bad_row == row:
                 keys[row][0, token, seed % shape.head_dim] = value
@@ -181,9 +186,9 @@ class _Store:
     """All pages as one tensor, poisoned until written; cut into segments at the end."""
 
     def __init__(self, shape: Shape, num_pages: int, poison: float) -> None:
-        tokens = (shape.kv_heads, num_pages, shape.page_size, shape.head_dim)
-        self.keys = torch.full(tokens, poison, dtype=shape.dtype)
-        self.values = torch.full(tokens, poison, dtype=shape.dtype)
+        tokens = (shape.kv_heads, num_pages, shape.page_size)
+        self.keys = torch.full((*tokens, shape.head_dim), poison, dtype=shape.dtype)
+        self.values = torch.full((*tokens, shape.value_dim), poison, dtype=shape.dtype)
         bounds = (shape.kv_heads, num_pages, 2, shape.head_dim)
         self.scales: torch.Tensor | None = None
         if shape.box_dtype == "int8":
@@ -243,6 +248,7 @@ def shapes(draw: st.DrawFn, **fixed: Any) -> Shape:
         "page_size": draw(st.sampled_from(PAGE_SIZES)),
         "dtype": draw(st.sampled_from(DTYPES)),
         "box_dtype": draw(st.sampled_from(["int8", "model"])),
+        "value_dim": draw(st.sampled_from(VALUE_DIMS)),
     }
     return Shape(**{**drawn, **fixed})
 

@@ -74,7 +74,7 @@ def _coded(store: dict[str, torch.Tensor], chosen: list[int]) -> dict[str, torch
     tokens = (heads, len(chosen) + FREE_CODED, size)
     coded = {
         "keys": torch.full((*tokens, dim), 200, dtype=torch.uint8),
-        "values": torch.full((*tokens, dim), 200, dtype=torch.uint8),
+        "values": torch.full((*tokens, store["values"].shape[3]), 200, dtype=torch.uint8),
         "boxes": torch.full((heads, tokens[1], 2, dim), 99, dtype=torch.int8),
         "scales": torch.full(tokens[:2], math.nan),
         "value_scales": torch.full((*tokens, 2), math.nan),

@@ -37,16 +37,16 @@ def attention(
     Args:
         q: [Hq, D].
         keys: [Hkv, L, D].
-        values: [Hkv, L, D].
+        values: [Hkv, L, Dv].
         tokens: For each query head, positions it sees.
         scale: Softmax scale.
         softcap: As in `attend`.
         sinks: [Hq].
 
     Returns:
-        [Hq, D] float64 twice: the output, and the bound.
+        [Hq, Dv] float64 twice: the output, and the bound.
     """
-    out, bound = torch.empty(2, *q.shape, dtype=torch.float64)
+    out, bound = torch.empty(2, len(q), values.shape[2], dtype=torch.float64)
     group = len(q) // len(keys)
     for head, seen in enumerate(tokens):
         query, own = q[head].double(), keys[head // group, list(seen)].double()

@@ -26,7 +26,10 @@ def spanned(case: Case, size: int, placement: int = 0) -> Case:
     }
     total = -(-(max(moved.values(), default=0) + 1) // size) * size
     kv_heads, page_size, dim = case.shape.kv_heads, case.shape.page_size, case.shape.head_dim
-    keys, values = torch.full((2, kv_heads, total, page_size, dim), math.nan, dtype=case.shape.dtype)
+    keys, values = (
+        torch.full((kv_heads, total, page_size, width), math.nan, dtype=case.shape.dtype)
+        for width in (dim, case.shape.value_dim)
+    )
     int8 = case.shape.box_dtype == "int8"
     boxes = torch.full((kv_heads, total + total // size, 2, dim), 99 if int8 else math.nan, dtype=torch.float64)
     boxes = boxes.to(torch.int8 if int8 else case.shape.dtype)

@@ -39,13 +39,15 @@ def test_each_token_lands_in_its_slot_and_nothing_else_changes(arguments, data):
     before = _snapshot(pages)
     places = [(page, slot) for page in range(pages.num_pages) for slot in range(shape.page_size)]
     chosen = data.draw(st.lists(st.sampled_from(places), unique=True, max_size=12))
-    tokens = torch.randn(2, len(chosen), shape.kv_heads, shape.head_dim).to(shape.dtype)
+    tokens = [
+        torch.randn(len(chosen), shape.kv_heads, dim).to(shape.dtype) for dim in (shape.head_dim, shape.value_dim)
+    ]
     expected = {
         name: [read_page(pages, page, name).clone() for page in range(pages.num_pages)] for name in ("keys", "values")
     }
     for i, (page, slot) in enumerate(chosen):
-        expected["keys"][page][:, slot] = tokens[0, i]
-        expected["values"][page][:, slot] = tokens[1, i]
+        expected["keys"][page][:, slot] = tokens[0][i]
+        expected["values"][page][:, slot] = tokens[1][i]
 
     slots = torch.tensor([page * shape.page_size + slot for page, slot in chosen], dtype=torch.int64)
     append(pages, slots, tokens[0], tokens[1])

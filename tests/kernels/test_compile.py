@@ -28,8 +28,10 @@ def _fresh_graphs() -> Iterator[None]:
 def make_case(kind: str = "int8") -> Case:
     """Three rows over pages in several segments, one of which is long enough to be sparse."""
     shape = replace(SHAPE, box_dtype="model" if kind == "model" else "int8")
+    if "narrow" in kind:
+        shape = replace(shape, value_dim=9)
     case = build_case(3, shape, [37, 4, 22], poison=0.0)
-    return code_pages(case, seed=1) if kind == "coded" else case
+    return code_pages(case, seed=1) if "coded" in kind else case
 
 
 def copied(pages: Pages) -> Pages:
@@ -55,7 +57,10 @@ def calls(case: Case) -> dict[str, Callable[..., Any]]:
     places = [(length - 1) % page_size for length in lengths.tolist()]
     slots = torch.stack([page * page_size + place for page, place in zip(open_pages, places, strict=True)])
     generator = torch.Generator().manual_seed(5)
-    new = torch.randn(2, len(slots), case.shape.kv_heads, case.shape.head_dim, generator=generator)
+    new = [
+        torch.randn(len(slots), case.shape.kv_heads, dim, generator=generator)
+        for dim in (case.shape.head_dim, case.shape.value_dim)
+    ]
     plain = torch.ones(case.pages.num_pages, dtype=torch.bool) if case.pages.coded is None else ~case.pages.coded
     to_seal = torch.tensor([page for page in case.tables[0][:9] if plain[page]][:2])
     coded_free = (
@@ -111,7 +116,7 @@ def with_selection_padded(name: str, result: Any, width: int) -> Any:
     return torch.nn.functional.pad(result, (0, width - result.shape[2]), value=-1)
 
 
-@pytest.mark.parametrize("kind", ["int8", "model", "coded"])
+@pytest.mark.parametrize("kind", ["int8", "model", "coded", "narrow", "narrow, coded"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_whole_graph_gives_the_eager_result(name: str, kind: str) -> None:
     case = make_case(kind)

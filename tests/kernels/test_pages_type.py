@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from questkv.errors import UnsupportedError
 from questkv.kernels import Pages, PageSegment
 
 
@@ -31,6 +30,14 @@ def test_pages_number_the_segments_pages_one_after_another():
     assert pages.device == torch.device("cpu")
 
 
+def test_values_have_a_width_of_their_own_the_same_in_all_segments():
+    narrow, wide = (_segment(values=torch.zeros(2, 4, 3, width)) for width in (5, 9))
+    assert [(pages.head_dim, pages.value_dim) for pages in map(Pages, [(narrow, narrow), (wide,)])] == [(8, 5), (8, 9)]
+    assert Pages((narrow,)).layout != Pages((wide,)).layout
+    with pytest.raises(ValueError, match=r"^\[Pages\] values: expected Dv=5 in all segments, got 9"):
+        Pages((narrow, wide))
+
+
 _WRONG = [
     ("keys", "3 dimensions", {"keys": torch.zeros(2, 4, 24)}, ValueError),
     ("keys", "no pages", {"keys": torch.zeros(2, 0, 3, 8)}, ValueError),
@@ -38,7 +45,8 @@ _WRONG = [
     ("keys", "not contiguous", {"keys": torch.zeros(4, 2, 3, 8).transpose(0, 1)}, ValueError),
     ("values", "bfloat16", {"values": torch.zeros(2, 4, 3, 8).bfloat16()}, TypeError),
     ("values", "other pages", {"values": torch.zeros(2, 5, 3, 8)}, ValueError),
-    ("values", "another width", {"values": torch.zeros(2, 4, 3, 4)}, UnsupportedError),
+    ("values", "no channels", {"values": torch.zeros(2, 4, 3, 0)}, ValueError),
+    ("values", "3 dimensions", {"values": torch.zeros(2, 4, 24)}, ValueError),
     ("values", "not contiguous", {"values": torch.zeros(4, 2, 3, 8).transpose(0, 1)}, ValueError),
     ("values", "another device", {"values": torch.zeros(2, 4, 3, 8, device="meta")}, ValueError),
     ("boxes", "one bound", {"boxes": torch.zeros(2, 4, 1, 8, dtype=torch.int8)}, ValueError),

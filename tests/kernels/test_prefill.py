@@ -21,7 +21,7 @@ def _assert_is_causal_attention(case: Case, q: torch.Tensor, softcap=None, sinks
     length, n = int(case.lengths[0]), len(q)
     out = prefill(q, case.pages, case.page_table[0], length, scale=case.scale, softcap=softcap, sinks=sinks)
     assert out.dtype == case.shape.dtype
-    assert out.shape == q.shape
+    assert out.shape == (*q.shape[:2], case.shape.value_dim)
     for i in range(n):
         tokens = [range(length - n + i + 1)] * case.shape.heads
         expected, tolerance = attention(q[i], case.keys[0], case.values[0], tokens, case.scale, softcap, sinks)

@@ -24,3 +24,11 @@ def test_every_group_size_with_every_page_size(group, page_size):
 def test_every_head_dim_with_every_dtype(head_dim, dtype, box_dtype):
     shape = Shape(kv_heads=1, group=3, head_dim=head_dim, page_size=16, dtype=dtype, box_dtype=box_dtype)
     assert_all_operators_are_right(shape, [99, 16, 53], GROUP_RULES[head_dim % 3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page_size", [16, 17])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (24, 16), (33, 8), (96, 64), (64, 80), (8, 256)])
+def test_values_of_another_width_than_keys(head_dim, value_dim, page_size, dtype):
+    shape = Shape(kv_heads=2, group=2, head_dim=head_dim, value_dim=value_dim, page_size=page_size, dtype=dtype)
+    assert_all_operators_are_right(shape, [99, 16, 53], GROUP_RULES[value_dim % 3])

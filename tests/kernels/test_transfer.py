@@ -21,6 +21,7 @@ CASES = {
     "bfloat16, boxes in its type": Shape(2, 1, 16, 4, torch.bfloat16, "model"),
     "odd sizes": Shape(kv_heads=3, group=2, head_dim=33, page_size=17, dtype=torch.float16),
     "eight bits": Shape(kv_heads=2, group=4, head_dim=8, page_size=3, dtype=torch.bfloat16),
+    "narrow values": Shape(kv_heads=2, group=2, head_dim=12, value_dim=7, page_size=3, dtype=torch.bfloat16),
 }
 
 
@@ -34,7 +35,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def a_case(name: str) -> Case:
     """Rows whose pages lie in several segments; of those in eight bits some are coded."""
     case = build_case(3, CASES[name], [40, 23, 40], kinds=["own", "own", "view"])
-    return code_pages(case, seed=1) if name == "eight bits" else case
+    return code_pages(case, seed=1) if name in ("eight bits", "narrow values") else case
 
 
 def kinds(pages: Pages) -> list[bool]:

@@ -31,12 +31,20 @@ def test_every_group_size(triton_backend, group):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "page_size"),
-    [(torch.float16, 64, 32), (torch.float32, 80, 16), (torch.bfloat16, 96, 64), (torch.float16, 256, 16)],
+    ("dtype", "head_dim", "value_dim", "page_size"),
+    [
+        (torch.float16, 64, 64, 32),
+        (torch.float32, 80, 80, 16),
+        (torch.bfloat16, 96, 96, 64),
+        (torch.float16, 256, 256, 16),
+        (torch.bfloat16, 192, 128, 16),
+        (torch.float32, 24, 16, 17),
+        (torch.float16, 33, 70, 3),
+    ],
     ids=str,
 )
-def test_head_dims_and_page_sizes(triton_backend, dtype, head_dim, page_size):
-    shape = Shape(kv_heads=2, group=2, head_dim=head_dim, page_size=page_size, dtype=dtype, box_dtype="model")
+def test_head_dims_and_page_sizes(triton_backend, dtype, head_dim, value_dim, page_size):
+    shape = Shape(2, 2, head_dim, page_size, dtype, "model", value_dim)
     assert_all_operators_are_right(shape, [4 * page_size + 3, page_size, page_size + 1], "mean")
 
 
@@ -48,6 +56,10 @@ def test_a_wider_head_is_refused():
         dense(*args, scale=1.0, backend="triton")
     with pytest.raises(UnsupportedError, match=r"^\[decode\] head dim: expected at most 256 .*, got 264"):
         decode(*args, torch.tensor([0]), scale=1.0, backend="triton")
+    boxes = torch.zeros(1, 2, 2, 8, dtype=torch.int8)
+    wide_values = Pages((PageSegment(torch.zeros(1, 2, 3, 8), keys, boxes, torch.zeros(1, 2)),))
+    with pytest.raises(UnsupportedError, match=r"^\[attend\] values' head dim: expected at most 256 .*, got 264"):
+        dense(torch.zeros(1, 1, 8), wide_values, *args[2:], scale=1.0, backend="triton")
 
 
 # ------------------------------------------------------------------------------------------------- writing
@@ -59,21 +71,22 @@ def _stored(pages: Pages) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (17, 33)])
-def test_boxes_and_codes_are_the_references_bit_for_bit(dtype, page_size, head_dim):
+@pytest.mark.parametrize(("page_size", "head_dim", "value_dim"), [(16, 64, 64), (17, 33, 33), (16, 24, 16), (3, 8, 20)])
+def test_boxes_and_codes_are_the_references_bit_for_bit(dtype, page_size, head_dim, value_dim):
     gen = torch.Generator().manual_seed(page_size)
-    keys, values = (torch.randn((2, 4, page_size, head_dim), generator=gen).mul(50).to(dtype) for _ in range(2))
-    keys[1, 2, 3, 4], values[0, 1, 2, 3], values[0, 0, 1] = math.nan, math.inf, 2.5
+    keys, values = (
+        torch.randn((2, 4, page_size, dim), generator=gen).mul(50).to(dtype) for dim in (head_dim, value_dim)
+    )
+    keys[1, 2, 2, 4], values[0, 1, 2, 3], values[0, 0, 1] = math.nan, math.inf, 2.5
     results = []
     for backend in ("triton", "reference"):
         boxes, scales = torch.full((2, 4, 2, head_dim), 99, dtype=torch.int8), torch.full((2, 4), math.nan)
-        codes = torch.full((2, 5, page_size, head_dim), 200, dtype=torch.uint8)
+        codes = [torch.full((2, 5, page_size, dim), 200, dtype=torch.uint8) for dim in (head_dim, value_dim)]
         pages = Pages(
             (
                 PageSegment(keys.clone(), values.clone(), boxes, scales),
                 PageSegment(
-                    codes,
-                    codes.clone(),
+                    *codes,
                     torch.full((2, 5, 2, head_dim), 99, dtype=torch.int8),
                     torch.full((2, 5), math.nan),
                     torch.full((2, 5, page_size, 2), math.nan),

@@ -366,3 +366,28 @@ def test_a_batch_without_room_for_its_codes_keeps_its_tokens() -> None:
     batch.reserve([2])
     batch.write(0, ones[:2], ones[:2])
     assert batch.lengths == [8]
+
+
+@pytest.mark.parametrize(("kv_dtype", "closed"), [("model", False), ("int8", False), ("int8", True)])
+def test_bytes_of_values_of_another_width_are_those_of_the_tensors(kv_dtype: str, closed: bool) -> None:
+    narrow = PageGeometry(2, 12, 4, torch.bfloat16, CPU, kv_dtype=kv_dtype, value_dim=7)
+    segment = narrow.allocate(5, closed=closed)
+    tensors = (segment.keys, segment.values, segment.value_scales, segment.boxes, segment.scales)
+    sizes = [0 if tensor is None else tensor.nbytes // 5 for tensor in tensors]
+    assert segment.values.shape == (2, 5, 4, 7)
+    assert sum(sizes[:3]) == (narrow.closed_kv_bytes if closed else narrow.kv_bytes)
+    assert sum(sizes) == (narrow.closed_page_bytes if closed else narrow.page_bytes)
+
+
+def test_a_geometry_whose_values_are_as_wide_as_its_keys_has_one_name() -> None:
+    assert PageGeometry(2, 12, 4, torch.bfloat16, CPU) == PageGeometry(2, 12, 4, torch.bfloat16, CPU, value_dim=12)
+
+
+def test_a_page_is_copied_with_values_of_another_width() -> None:
+    pool = PagePool(PageGeometry(2, 12, 4, torch.float32, CPU, value_dim=7), layers=1)
+    first, second = pool.allocate(2)
+    segment = pool.layer(0).segments[0]
+    segment.keys[:, first], segment.values[:, first] = torch.randn(2, 4, 12), torch.randn(2, 4, 7)
+    pool.copy_page(first, second)
+    assert torch.equal(segment.keys[:, second], segment.keys[:, first])
+    assert torch.equal(segment.values[:, second], segment.values[:, first])

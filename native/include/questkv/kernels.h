@@ -13,7 +13,7 @@ constexpr int64_t kFewestTokens = 512, kMostTokens = 2048;
 struct KernelTable {
     const char* name;
 
-    // Write n tokens: keys, values [n, Hkv, D] to slots [n] (physical page * S + slot).
+    // Write n tokens: keys [n, Hkv, D] and values [n, Hkv, Dv] to slots [n] (physical page * S + slot).
     void (*append)(const Pages&, int64_t n, const int64_t* slots, const char* keys, const char* values, int threads);
 
     // Write the boxes of n full plain pages. Reads S * D keys a page and head, writes 2 * D codes and a scale. Where
@@ -33,7 +33,7 @@ struct KernelTable {
                    const int64_t* num_selected, int64_t sink_pages, int64_t recent_pages, int64_t width,
                    int64_t* selection, int threads);
 
-    // out [R, Hq, D] over selection [R, H, width] and the open page; selection null: over everything.
+    // out [R, Hq, Dv] over selection [R, H, width] and the open page; selection null: over everything.
     void (*attend)(const Pages&, const Rows&, const int64_t* selection, int64_t heads, int64_t width, const Softmax&,
                    char* out, int threads);
 

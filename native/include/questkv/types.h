@@ -15,7 +15,7 @@ enum class Group : int32_t { mean = 0, softmax_mean = 1, per_head = 2 };
 // N physical pages of one layer with one storage: plain pages in the model's type, or coded pages in eight bits.
 struct Segment {
     char* keys;           // [Hkv, N, S, D]; codes are uint8
-    char* values;         // [Hkv, N, S, D]
+    char* values;         // [Hkv, N, S, Dv]
     char* boxes;          // [Hkv, N + M, 2, D] int8 or the keys' type; index 0 lo, 1 hi; a page's, then a span's
     float* scales;        // [Hkv, N + M], null for boxes in the keys' type
     float* value_scales;  // [Hkv, N, S, 2] step and offset of every token's codes; null for plain pages
@@ -37,13 +37,15 @@ struct Pages {
     int64_t num_segments;
     int64_t kv_heads;    // Hkv
     int64_t page_size;   // S
-    int64_t head_dim;    // D
+    int64_t head_dim;    // D, channels of queries and keys
+    int64_t value_dim;   // Dv, channels of values and outputs
     DType dtype;         // of plain keys and values, and of queries
     bool coded;          // whether some segment is
     int64_t span_pages;  // pages a span, 0 where spans have no boxes
 
-    // Of a plain page of one KV head.
-    int64_t page_bytes() const { return page_size * head_dim * size_of(dtype); }
+    // Of one token's key and value in a plain page.
+    int64_t key_bytes() const { return head_dim * size_of(dtype); }
+    int64_t value_bytes() const { return value_dim * size_of(dtype); }
     DType box_dtype() const { return segments[0].scales ? DType::i8 : dtype; }
     int64_t box_bytes() const { return 2 * head_dim * size_of(box_dtype()); }
 

@@ -27,7 +27,7 @@ class LayerSteps:
         layer: The model's layer.
         queries: [R, Hq, D] after the rotary embedding, not scaled, the keys' dtype.
         keys: [Hkv, n, D] tokens in order; row r sees the first `lengths[r]`.
-        values: Like `keys`.
+        values: [Hkv, n, Dv] likewise.
         lengths: [R] int64 tokens visible to each row, its own included.
         softmax: Scale, soft cap and sinks.
     """
@@ -52,7 +52,7 @@ class LayerSteps:
         """The shape of this layer's pages of `page_size` tokens."""
         heads, _, dim = self.keys.shape
         page = (page_size, self.keys.dtype, self.keys.device, box_dtype, kv_dtype)
-        return PageGeometry(heads, dim, *page, span_pages=span_pages)
+        return PageGeometry(heads, dim, *page, span_pages=span_pages, value_dim=self.values.shape[2])
 
     def paged(self, page_size: int, box_dtype: str, backend: str, span_pages: int = 0) -> kernels.Pages:
         """The tokens in pages of `page_size`, every full page and span sealed; logical page p is physical page p."""
@@ -69,7 +69,7 @@ class LayerSteps:
         return pages
 
     def coded(self, page_size: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [Hkv, n, D] float32 as pages in eight bits give them back; an open page's as they were."""
+        """Float32 keys [Hkv, n, D] and values [Hkv, n, Dv], of sealed pages as eight bits give them back."""
         plain = self.paged(page_size, "int8", backend).segments[0]
         full = self.keys.shape[1] // page_size
         codes = self.geometry(page_size, "int8", "int8").allocate(max(full, 1), closed=True)

@@ -20,7 +20,7 @@ class DenseTruth:
         weights: [R, Hq, n] softmax weights; 0 behind a row's own tokens.
         total: [R, Hq] sum of the weights: 1, but for rounding and what a sink takes.
         sink: [R, Hq] weight of the attention sink (gpt-oss), 0 without one.
-        out: [R, Hq, D] the attention's output.
+        out: [R, Hq, Dv] the attention's output.
     """
 
     def __init__(self, steps: LayerSteps) -> None:
@@ -54,7 +54,7 @@ class DenseTruth:
 
         Args:
             page_size: S.
-            coded: [Hkv, n, D] keys and values as the rows read them from sealed pages, if not as they were.
+            coded: Keys [Hkv, n, D] and values [Hkv, n, Dv] as rows read them from sealed pages, if not as they were.
         """
         read = self._outputs(self.weights, self.steps.values, page_size)
         if coded is not None:
@@ -81,9 +81,9 @@ class DenseTruth:
         return rows.flatten(0, 1).transpose(0, 1)
 
     def _outputs(self, weights: torch.Tensor, values: torch.Tensor, page_size: int) -> torch.Tensor:
-        """[R, Hq, P, D + 1]: each page's sum of weighted values, and of weights."""
+        """[R, Hq, P, Dv + 1]: each page's sum of weighted values, and of weights."""
         weights = self._by_page(weights, page_size)  # [R, Hq, P, S]
-        values = self._by_page(values.float().transpose(1, 2), page_size)  # [Hkv, D, P, S]
+        values = self._by_page(values.float().transpose(1, 2), page_size)  # [Hkv, Dv, P, S]
         grouped = weights.unflatten(1, (-1, self.steps.group))
         outputs = torch.einsum("rhgps,hdps->rhgpd", grouped, values).flatten(1, 2)
         return torch.cat([outputs, weights.sum(dim=-1)[..., None]], dim=-1)
@@ -117,7 +117,7 @@ class PageContents:
 
     Args:
         truth: Where they come from.
-        contents: [R, Hq, P, D + 3] float32: the page's share of the output and its weight, as they are read; its true
+        contents: [R, Hq, P, Dv + 3] float32: the page's share of the output and its weight, as they are read; its true
             attention mass, its share of the top tokens.
     """
 

@@ -215,11 +215,12 @@ class QuestCache(Cache):
         """Append tokens whose keys and values were computed elsewhere, to every layer at once; nothing is attended.
 
         Args:
-            keys_values: For each of the model's layers, keys and values [B, Hkv, n, D] as attention sees them, after
-                the rotary embedding and without padding. They are copied into pages.
+            keys_values: For each of the model's layers, keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] as attention
+                sees them, after the rotary embedding and without padding. They are copied into pages.
 
         Raises:
-            UnsupportedError: The model has layers that aren't paged.
+            UnsupportedError: The model has layers that aren't paged, or the pairs are latents, which a model with
+                multi-head latent attention expands to keys and values.
             ValueError: Not one pair a layer, or pairs of different B or n; the cache is as it was.
 
         Example:
@@ -236,6 +237,13 @@ class QuestCache(Cache):
         shapes = {(part.shape[0], part.shape[2]) for pair in keys_values for part in pair}
         if len(shapes) != 1:
             raise ValueError(f"[fill] keys_values: expected one B and n in all layers, got {sorted(shapes)}")
+        text = self.layers[0].model_config.get_text_config(decoder=True)
+        latents = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+        if any((keys.shape[-1], values.shape[-1]) == latents for keys, values in keys_values):
+            raise UnsupportedError(
+                f"[fill] keys_values: expected keys and values, got latents of {latents[0]} and {latents[1]} channels, "
+                "which the model expands to them; feed the tokens to the model instead"
+            )
         self.state.fill(dict(enumerate(keys_values)))
 
     @contextmanager

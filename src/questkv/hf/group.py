@@ -42,17 +42,18 @@ class Group:
     def attend(
         self, layer: int, query: torch.Tensor, softmax: Softmax, counts: PageCounts, asked: list[int] | None = None
     ) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, D]: dense blocks for the plan's runs, decode for its rows; all tokens are written.
+        """[T, Hq, D] -> [T, Hq, Dv]: dense blocks for the plan's runs, decode for its rows; all tokens are written.
 
         `asked` are the queries of every sequence where these are fewer than its new tokens, of which they are the last.
         """
+        value_dim = self.pool.geometry.value_dim
         if not query.shape[0]:
-            return query
+            return query.new_empty((*query.shape[:2], value_dim))
         plan = self._plan()
         if asked is not None:
             plan = Plan(plan.step, plan.config, asked)
         pages = self.pool.layer(self.layers[layer])
-        out = torch.empty_like(query) if plan.runs else query
+        out = query.new_empty((*query.shape[:2], value_dim))
         for run in plan.runs:
             out[run.tokens] = kernels.prefill(
                 query[run.tokens],
@@ -81,7 +82,7 @@ class Group:
         softmax: Softmax,
         counts: PageCounts,
     ) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, D] in a decode step: keys and values [T, Hkv, D] are written on the way."""
+        """[T, Hq, D] -> [T, Hq, Dv] in a decode step: [T, Hkv, D] keys and [T, Hkv, Dv] values are written."""
         plan = self._plan()
         pages = self.pool.layer(self.layers[layer])
         pages_read = torch.empty_like(plan.lengths)
@@ -95,7 +96,7 @@ class Group:
     def _decode(
         self, layer: int, plan: Plan, query: torch.Tensor, softmax: Softmax, counts: PageCounts
     ) -> torch.Tensor:
-        """[R, Hq, D] -> [R, Hq, D]: the plan's rows, from pages on the device or in host memory."""
+        """[R, Hq, D] -> [R, Hq, Dv]: the plan's rows, from pages on the device or in host memory."""
         pages_read = torch.empty_like(plan.lengths)
         rule = {**_rule(plan, softmax), "pages_read": pages_read, "backend": plan.config.backend}
         pages, fetched = self.pool.layer(self.layers[layer]), self.pool.fetched(self.layers[layer])

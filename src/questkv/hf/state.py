@@ -160,13 +160,14 @@ class PagedState:
         Args:
             layer: The model's layer.
             query: [B, Hq, width, D].
-            new: Keys and values [B, Hkv, width, D]; None if another layer that shares them has written them already.
+            new: Keys [B, Hkv, width, D] and values [B, Hkv, width, Dv]; None if another layer that shares them has
+                written them already.
             mask: [B, columns] bool 2-D padding mask over all columns, or None.
             softmax: Scale, soft cap and sinks.
             begun: `begin` was called for this forward; if not, the first paged layer calls it.
 
         Returns:
-            [B, width, Hq, D].
+            [B, width, Hq, Dv].
         """
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
@@ -229,7 +230,7 @@ class PagedState:
                 keys, values = layers[layer]
                 if layer == self.paged_layers[0]:
                     self.begin(keys.shape[0], keys.shape[2], None)
-                group = self._group(layer, keys)
+                group = self._group(layer, keys, values)
                 assert self._forward is not None
                 packed = self._forward.pack(keys), self._forward.pack(values)
                 group.batch.write(group.layers[layer], *packed, backend=self.config.backend)
@@ -348,12 +349,7 @@ class PagedState:
                 f"[questkv] layer {layer}: expected it in every forward, an earlier one left it out, so it lacks "
                 "tokens; use a new cache"
             )
-        if keys.shape[-1] != values.shape[-1]:
-            raise UnsupportedError(
-                f"[questkv] values: expected the keys' head dim {keys.shape[-1]}, got {values.shape[-1]}; models whose "
-                "keys and values differ in width are not supported"
-            )
-        group = self._group(layer, keys)
+        group = self._group(layer, keys, values)
         packed = self._forward.pack(keys), self._forward.pack(values)
         assert group.plan is not None
         if group.plan.is_decode_step:
@@ -382,14 +378,15 @@ class PagedState:
                 return group
         return None
 
-    def _group(self, layer: int, keys: torch.Tensor) -> Group:
+    def _group(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Group:
         """The layer's group, made when its first layer arrives."""
         known = self._group_of(layer)
-        if known is not None and known.pool.geometry.fits(keys):
+        if known is not None and known.pool.geometry.fits(keys, values):
             return known
         geometry = PageGeometry(
             kv_heads=keys.shape[1],
             head_dim=keys.shape[3],
+            value_dim=values.shape[3],
             page_size=self.config.page_size,
             dtype=keys.dtype,
             device=keys.device,
@@ -402,7 +399,7 @@ class PagedState:
         if group is None or layer not in group.layers:
             if any(layer in other.layers for other in self.groups.values()):
                 raise CacheMismatchError(
-                    f"[questkv] layer {layer}: expected the heads, dtype and device that the cache holds, got "
+                    f"[questkv] layer {layer}: expected the heads, widths, dtype and device that the cache holds, got "
                     f"{geometry}; use a new cache"
                 )
             assert self._forward is not None

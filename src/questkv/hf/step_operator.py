@@ -58,13 +58,13 @@ def step(
         layer: The model's layer.
         query: [B, Hq, 1, D].
         key: [B, Hkv, 1, D].
-        value: Like `key`.
+        value: [B, Hkv, 1, Dv].
         scale: Softmax scale.
         softcap: As in `kernels.attend`.
         sinks: As in `kernels.attend`.
 
     Returns:
-        [B, 1, Hq, D] contiguous.
+        [B, 1, Hq, Dv] contiguous.
     """
     cache = _caches.get(int(handle))
     if cache is None:
@@ -83,8 +83,8 @@ def _fake_step(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    batch, heads, width, dim = query.shape
-    return query.new_empty((batch, width, heads, dim))
+    batch, heads, width, _ = query.shape
+    return query.new_empty((batch, width, heads, value.shape[3]))
 
 
 _library = torch.library.Library("questkv", "FRAGMENT")

@@ -17,7 +17,7 @@ def append(
         pages: The layer's pages, written in place.
         slots: [n] int64, ``physical page * S + slot in the page`` of every token, all different.
         keys: [n, Hkv, D] the pages' dtype and device, any strides.
-        values: Like `keys`.
+        values: [n, Hkv, Dv] likewise.
         backend: ``auto`` or a backend's name.
 
     Raises:

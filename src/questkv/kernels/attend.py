@@ -39,7 +39,7 @@ def attend(
         backend: ``auto`` or a backend's name.
 
     Returns:
-        [R, Hq, D] q's dtype.
+        [R, Hq, Dv] q's dtype.
 
     Raises:
         ValueError: A shape, a device or a value is wrong.

@@ -28,7 +28,7 @@ def prefill(
 ) -> torch.Tensor:
     """out[i] = attention of q[i] over the first length - n + i + 1 tokens."""
     if not len(q):
-        return torch.empty_like(q)
+        return q.new_empty((*q.shape[:2], pages.value_dim))
     new_keys, new_values = _tokens(pages, page_table, length - len(q), length)
     finite = _is_finite(new_keys) and _is_finite(new_values)
     if finite and softcap is None and sinks is None and q.device.type == "cpu":
@@ -38,7 +38,7 @@ def prefill(
         return _prefill_rows(q, keys, values, scale, softcap, sinks)
     if softcap is None and sinks is None:
         return _prefill_sdpa(q, keys, values, scale)
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], pages.value_dim))
     for start in range(0, len(q), _BLOCK):
         block = q[start : start + _BLOCK]
         visible = length - len(q) + start + len(block)
@@ -63,14 +63,14 @@ def softmax_attention(
     Args:
         q: [Hq, D], or [Hq, n, D] with a mask.
         keys: [H, T, D], H a divisor of Hq.
-        values: [H, T, D].
+        values: [H, T, Dv].
         scale: Softmax scale.
         softcap: As in `kernels.attend`.
         sinks: [Hq].
         mask: [n, T] bool, True where a query sees a token.
 
     Returns:
-        Like q.
+        [Hq, Dv], or [Hq, n, Dv], of q's dtype.
     """
     # Contiguous: the order of a product's sums, and so its last bits, would follow the strides.
     queries = q.float().contiguous().view(len(keys), -1, q.shape[-1]) * scale  # [H, G * n, D]
@@ -83,7 +83,7 @@ def softmax_attention(
         per_query = sinks.float().repeat_interleave(queries.shape[1] * len(keys) // len(sinks))
         logits = torch.cat([logits, per_query.view(*logits.shape[:2], 1)], dim=-1)
     weights = logits.softmax(dim=-1)[..., : keys.shape[1]]
-    return (weights @ values.float()).view(q.shape).to(q.dtype)
+    return (weights @ values.float()).view(*q.shape[:-1], -1).to(q.dtype)
 
 
 def _prefill_rows(
@@ -95,7 +95,7 @@ def _prefill_rows(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Token by token: a mask's weight of 0 doesn't hide a later token that is NaN or infinite, as 0 * NaN is NaN."""
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], values.shape[-1]))
     for i in range(len(q)):
         visible = keys.shape[1] - len(q) + i + 1
         out[i] = softmax_attention(q[i], keys[:, :visible], values[:, :visible], scale, softcap, sinks)
@@ -123,23 +123,34 @@ def _prefill_merged(q: torch.Tensor, pages: Pages, page_table: torch.Tensor, len
         both = torch.logaddexp(total, part_total)
         out = out * (total - both).exp() + part * (part_total - both).exp()
         total = both
-    return out.view(heads, n, dim).transpose(0, 1).to(q.dtype)
+    return out.view(heads, n, -1).transpose(0, 1).to(q.dtype)
 
 
 def _flash(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's fused attention on the CPU of [H, G, n, D] queries over their heads' [H, T, D] keys and values.
+    """PyTorch's fused attention on the CPU of [H, G, n, D] queries over their heads' keys [H, T, D], values [H, T, Dv].
 
     Returns:
-        [H, G, n, D] output and [H, G, n, 1] log-sum-exp of the logits.
+        [H, G, n, Dv] output and [H, G, n, 1] log-sum-exp of the logits.
     """
+    width = values.shape[-1]
+    q, keys, values = _of_one_width(q, keys, values)
     # Views that repeat a head for its group: the kernel goes by strides.
     keys, values = (part.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for part in (keys, values))
     out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, keys, values, is_causal=causal, scale=scale
     )
-    return out, total.unsqueeze(-1)
+    return out[..., :width], total.unsqueeze(-1)
+
+
+def _of_one_width(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors [..., D or Dv] with zeros behind the channels of the narrower ones.
+
+    PyTorch's fused attention takes one width only. Zeros change no logit, and give outputs of zero.
+    """
+    width = max(tensor.shape[-1] for tensor in tensors)
+    return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -150,11 +161,11 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 def _prefill_sdpa(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """PyTorch's fused attention, which never holds the scores of a whole prompt."""
-    n, length = len(q), keys.shape[1]
-    queries, keys, values = q.transpose(0, 1)[None].to(keys.dtype), keys[None], values[None]
+    n, length, width = len(q), keys.shape[1], values.shape[2]
+    queries, keys, values = _of_one_width(q.transpose(0, 1)[None].to(keys.dtype), keys[None], values[None])
     if n == length:
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=n > 1, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1).to(q.dtype)
+        return out[0, ..., :width].transpose(0, 1).to(q.dtype)
     out = torch.empty_like(queries)
     for start in range(0, n, _BLOCK):
         block = queries[:, :, start : start + _BLOCK]
@@ -167,7 +178,7 @@ def _prefill_sdpa(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
             scale=scale,
             enable_gqa=True,
         )
-    return out[0].transpose(0, 1).to(q.dtype)
+    return out[0, ..., :width].transpose(0, 1).to(q.dtype)
 
 
 def _causal(n: int, visible: int, device: torch.device) -> torch.Tensor:
@@ -176,12 +187,12 @@ def _causal(n: int, visible: int, device: torch.device) -> torch.Tensor:
 
 
 def tokens_of(pages: Pages, page_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `length` tokens' keys and values, [Hkv, length, D] each: float32 if a page among them is coded."""
+    """The first `length` tokens' keys and values, [Hkv, length, D or Dv]: float32 if a page among them is coded."""
     return _tokens(pages, page_table, 0, length)
 
 
 def _tokens(pages: Pages, page_table: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of tokens start to end - 1, [Hkv, end - start, D] each; views where the pages are one plain run.
+    """Keys and values of tokens start to end - 1, [Hkv, end - start, D or Dv]; views where the pages are one plain run.
 
     Float32 where a page among them is coded.
     """

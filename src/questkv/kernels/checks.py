@@ -223,15 +223,15 @@ def check_new_spans(op: str, spans: torch.Tensor | None, pages: Pages) -> None:
 
 
 def check_new(op: str, pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Slots [n] in the pages, keys and values [n, Hkv, D] that fit them."""
+    """Slots [n] in the pages, keys [n, Hkv, D] and values [n, Hkv, Dv] that fit them."""
     check_slots(op, slots, pages)
     check_states(op, pages, len(slots), keys, values)
 
 
 def check_states(op: str, pages: Pages, tokens: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """New keys and values [n, Hkv, D]."""
-    expected = [tokens, pages.num_kv_heads, pages.head_dim]
-    for name, tensor in (("keys", keys), ("values", values)):
+    """New keys [n, Hkv, D] and values [n, Hkv, Dv]."""
+    for name, tensor, dim in (("keys", keys, pages.head_dim), ("values", values, pages.value_dim)):
+        expected = [tokens, pages.num_kv_heads, dim]
         if list(tensor.shape) != expected:
             raise ValueError(f"[{op}] {name}: expected {expected}, got {list(tensor.shape)}")
         if tensor.dtype != pages.dtype:

@@ -27,11 +27,11 @@ def decode_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Values: v' = offset + step c.
 
     Args:
-        codes: [..., D] uint8.
+        codes: [..., Dv] uint8.
         scales: [..., 2] float32, step and offset.
 
     Returns:
-        [..., D] float32, worked out in float32.
+        [..., Dv] float32, worked out in float32.
     """
     step, offset = scales[..., None].unbind(dim=-2)
     return codes.float().mul_(step).add_(offset)

@@ -51,9 +51,9 @@ def _nothing(*_: Any) -> None:
     """The fake of an operator that only writes."""
 
 
-def _like_queries(q: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The fake of an operator that answers every query with a vector."""
-    return q.new_empty(q.shape)
+def _value_a_query(q: torch.Tensor, keys: Tensors, values: Tensors, *_: Any) -> torch.Tensor:
+    """The fake of an operator that answers every query with a vector of the values' width."""
+    return q.new_empty((*q.shape[:2], values[0].shape[3]))
 
 
 def _fake_scores(
@@ -198,7 +198,7 @@ def select(
 @_operator(
     f"attend(Tensor q, {_READ}, Tensor page_table, Tensor lengths, Tensor selection, {_SOFTMAX}, str backend) "
     "-> Tensor",
-    _like_queries,
+    _value_a_query,
 )
 def attend(
     q: torch.Tensor,
@@ -223,7 +223,7 @@ def attend(
 
 
 @_operator(
-    f"dense(Tensor q, {_READ}, Tensor page_table, Tensor lengths, {_SOFTMAX}, str backend) -> Tensor", _like_queries
+    f"dense(Tensor q, {_READ}, Tensor page_table, Tensor lengths, {_SOFTMAX}, str backend) -> Tensor", _value_a_query
 )
 def dense(
     q: torch.Tensor,
@@ -245,7 +245,7 @@ def dense(
 
 
 @_operator(
-    f"prefill(Tensor q, {_READ}, Tensor page_table, SymInt length, {_SOFTMAX}, str backend) -> Tensor", _like_queries
+    f"prefill(Tensor q, {_READ}, Tensor page_table, SymInt length, {_SOFTMAX}, str backend) -> Tensor", _value_a_query
 )
 def prefill(
     q: torch.Tensor,
@@ -267,7 +267,7 @@ def prefill(
     return out.contiguous()
 
 
-@_operator(f"decode(Tensor q, {_READ}, {_DECODE}, Tensor(f!)? pages_read, str backend) -> Tensor", _like_queries)
+@_operator(f"decode(Tensor q, {_READ}, {_DECODE}, Tensor(f!)? pages_read, str backend) -> Tensor", _value_a_query)
 def decode(
     q: torch.Tensor,
     keys: Tensors,
@@ -310,7 +310,7 @@ def decode(
 @_operator(
     f"decode_new(Tensor q, {_WRITTEN}, {_DECODE}, Tensor(f!)? pages_read, Tensor slots, Tensor new_keys, "
     "Tensor new_values, Tensor sealed, Tensor? into, Tensor? spans, str backend) -> Tensor",
-    _like_queries,
+    _value_a_query,
 )
 def decode_new(
     q: torch.Tensor,

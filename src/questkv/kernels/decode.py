@@ -51,7 +51,7 @@ def decode(
         backend: ``auto`` or a backend's name.
 
     Returns:
-        [R, Hq, D] q's dtype.
+        [R, Hq, Dv] q's dtype.
 
     Raises:
         ValueError: A shape, a device or a value is wrong.

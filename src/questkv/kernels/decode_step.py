@@ -73,7 +73,7 @@ class DecodeStep:
         sinks: torch.Tensor | None = None,
         pages_read: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`kernels.decode` of one layer, which writes the new keys and values [n, Hkv, D] first.
+        """`kernels.decode` of one layer, which writes the new keys [n, Hkv, D] and values [n, Hkv, Dv] first.
 
         Raises:
             ValueError: A shape or a value is wrong, or the layer's pages aren't laid out as the step's.

@@ -60,7 +60,7 @@ def prefill(
         backend: ``auto`` or a backend's name.
 
     Returns:
-        [n, Hq, D] q's dtype.
+        [n, Hq, Dv] q's dtype.
 
     Raises:
         ValueError: A shape, a device or a value is wrong.

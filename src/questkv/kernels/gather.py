@@ -34,8 +34,8 @@ def gather_tokens(pages: Pages, page_ids: torch.Tensor) -> tuple[torch.Tensor, t
         page_ids: [n] int64 physical pages.
 
     Returns:
-        [Hkv, n, S, D] each: float32 if a page among them is coded, else the pages' dtype, and then a view if they are
-        one run of a single segment.
+        [Hkv, n, S, D] and [Hkv, n, S, Dv]: float32 if a page among them is coded, else the pages' dtype, and then a
+        view if they are one run of a single segment.
     """
     sizes = [segment.keys.shape[1] for segment in pages.segments]
     pieces = [
@@ -66,7 +66,7 @@ def gather_heads(pages: Pages, page_ids: torch.Tensor) -> tuple[torch.Tensor, to
         page_ids: [Hkv, n] int64 physical pages.
 
     Returns:
-        [Hkv, n, S, D] each, a copy: float32 if any segment is coded, else the pages' dtype.
+        [Hkv, n, S, D] and [Hkv, n, S, Dv], copies: float32 if any segment is coded, else the pages' dtype.
     """
     heads = torch.arange(len(page_ids), device=page_ids.device)[:, None].expand_as(page_ids)
     keys, values = gather_pairs(pages, heads.flatten(), page_ids.flatten())
@@ -82,13 +82,15 @@ def gather_pairs(pages: Pages, heads: torch.Tensor, page_ids: torch.Tensor) -> t
         page_ids: [m] int64 physical pages.
 
     Returns:
-        [m, S, D] each, a copy: float32 if any segment is coded, else the pages' dtype.
+        [m, S, D] and [m, S, Dv], copies: float32 if any segment is coded, else the pages' dtype.
     """
     if len(pages.segments) == 1:
         return _pick(pages.segments[0], heads, page_ids)
     dtype = pages.dtype if pages.coded is None else torch.float32
-    shape = (len(page_ids), pages.page_size, pages.head_dim)
-    keys, values = (torch.empty(shape, dtype=dtype, device=pages.device) for _ in range(2))
+    keys, values = (
+        torch.empty((len(page_ids), pages.page_size, dim), dtype=dtype, device=pages.device)
+        for dim in (pages.head_dim, pages.value_dim)
+    )
     for segment, start in zip(pages.segments, pages.starts, strict=False):
         here = ((page_ids >= start) & (page_ids < start + segment.keys.shape[1])).nonzero().squeeze(1)
         if len(here):
@@ -98,7 +100,7 @@ def gather_pairs(pages: Pages, heads: torch.Tensor, page_ids: torch.Tensor) -> t
 
 
 def _pick(segment: PageSegment, heads: torch.Tensor, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [m, S, D] of one head of each page, by its place in the segment."""
+    """Keys [m, S, D] and values [m, S, Dv] of one head of each page, by its place in the segment."""
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
         # Boxes and scales may have more rows a head than there are pages: those of spans.

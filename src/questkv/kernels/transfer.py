@@ -31,7 +31,7 @@ def transfer(
     if torch.compiler.is_compiling():
         torch.ops.questkv.transfer(*source.tensors(), page_ids, *target.tensors(), into, backend)
         return
-    for name in ("num_kv_heads", "page_size", "head_dim", "dtype", "device"):
+    for name in ("num_kv_heads", "page_size", "head_dim", "value_dim", "dtype", "device"):
         ours, theirs = getattr(source, name), getattr(target, name)
         if ours != theirs:
             raise ValueError(f"[transfer] target: expected {name} {ours} like the source's, got {theirs}")

@@ -8,8 +8,6 @@ from functools import cached_property
 
 import torch
 
-from questkv.errors import UnsupportedError
-
 
 @dataclass(frozen=True, eq=False)
 class PageSegment:
@@ -18,7 +16,7 @@ class PageSegment:
     Attributes:
         keys: [Hkv, N, S, D] float32, bfloat16 or float16, contiguous; keys as attention sees them (after rotary). In a
             coded segment uint8: a key's place in its page's box (docs/method.md).
-        values: Like `keys`; in a coded segment uint8 steps above the token's offset.
+        values: [Hkv, N, S, Dv] the keys' dtype, contiguous; in a coded segment uint8 steps above the token's offset.
         boxes: [Hkv, N + M, 2, D] int8 or the keys' dtype, contiguous; index 0 the lowest, 1 the highest value of every
             key channel. The first N are the pages', defined for sealed ones only. M is 0, or N / C for spans of C
             pages: then box N + i is around the span whose last page is C i + C - 1 of the segment, defined once
@@ -70,13 +68,12 @@ class Pages:
     def __post_init__(self) -> None:
         if not self.segments:
             raise ValueError("[Pages] segments: expected at least one segment, got none")
-        first = self.segments[0].keys
         if self.segments[0].coded:
             raise TypeError("[Pages] keys: expected a plain first segment (float32, bfloat16 or float16), got uint8")
         if self.segments[0].host:
             raise ValueError("[Pages] host: expected a first segment on the layer's device, got one in host memory")
         for segment in self.segments:
-            _check_segment(segment, first)
+            _check_segment(segment, self.segments[0])
             if segment.boxes.dtype != self.segments[0].boxes.dtype:
                 raise TypeError(
                     f"[Pages] boxes: expected the same dtype for all segments, {self.segments[0].boxes.dtype}, "
@@ -137,11 +134,11 @@ class Pages:
 
     @cached_property
     def layout(self) -> tuple[object, ...]:
-        """What layers of one pool have in common: pages and kind of every segment, Hkv, S, D, dtype, device, boxes."""
+        """What layers of one pool have in common: pages and kind of segments, Hkv, S, D, Dv, dtype, device, boxes."""
         first = self.segments[0]
         kinds = tuple((segment.keys.shape[1], segment.coded, segment.host) for segment in self.segments)
         return (
-            *(kinds, self.num_kv_heads, self.page_size, self.head_dim, self.dtype, self.device),
+            *(kinds, self.num_kv_heads, self.page_size, self.head_dim, self.value_dim, self.dtype, self.device),
             *(first.boxes.dtype, self.span_pages),
         )
 
@@ -167,8 +164,13 @@ class Pages:
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """D, channels of a key and of a query."""
         return self.segments[0].keys.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        """Dv, channels of a value and of an output."""
+        return self.segments[0].values.shape[3]
 
     @cached_property
     def coded(self) -> torch.Tensor | None:
@@ -200,7 +202,7 @@ class NewTokens:
     Attributes:
         slots: [n] int64, ``physical page * S + slot`` of every token, all different.
         keys: [n, Hkv, D] the pages' dtype and device.
-        values: Like `keys`.
+        values: [n, Hkv, Dv] likewise.
         sealed: [m] int64 physical pages that are full and have a token behind them now.
         into: [m] int64 coded pages that they are coded into, as in `seal`; None leaves them as they are.
         spans: [k, C] int64 pages of the spans that they complete, as in `seal_spans`; None where spans have no boxes.
@@ -214,8 +216,8 @@ class NewTokens:
     spans: torch.Tensor | None = None
 
 
-def _check_segment(segment: PageSegment, first: torch.Tensor) -> None:
-    keys = segment.keys
+def _check_segment(segment: PageSegment, first_segment: PageSegment) -> None:
+    keys, first = segment.keys, first_segment.keys
     if keys.ndim != 4 or keys.shape[0] != first.shape[0] or keys.shape[2:] != first.shape[2:] or 0 in keys.shape:
         raise ValueError(f"[Pages] keys: expected [Hkv, N, S, D], the same Hkv, S, D for all, got {list(keys.shape)}")
     if not segment.coded:
@@ -223,7 +225,7 @@ def _check_segment(segment: PageSegment, first: torch.Tensor) -> None:
             raise TypeError(f"[Pages] keys: expected float32, bfloat16 or float16, got {keys.dtype}")
         if keys.dtype != first.dtype:
             raise TypeError(f"[Pages] keys: expected {first.dtype} like the first segment's, got {keys.dtype}")
-    _check_values(segment)
+    _check_values(segment, first_segment.values)
     _check_boxes(segment)
     for name in ("keys", "values", "boxes", "scales", "value_scales"):
         tensor = getattr(segment, name)
@@ -234,25 +236,23 @@ def _check_segment(segment: PageSegment, first: torch.Tensor) -> None:
             raise ValueError(f"[Pages] {name}: expected device {device}, got {tensor.device}")
 
 
-def _check_values(segment: PageSegment) -> None:
+def _check_values(segment: PageSegment, first: torch.Tensor) -> None:
     keys, values, scales = segment.keys, segment.values, segment.value_scales
     if values.dtype != keys.dtype:
         raise TypeError(f"[Pages] values: expected {keys.dtype} like the keys, got {values.dtype}")
-    if values.shape != keys.shape:
-        if values.shape[:3] == keys.shape[:3]:
-            raise UnsupportedError(
-                f"[Pages] values: expected the keys' head dim {keys.shape[3]}, got {values.shape[3]}; "
-                "keys and values of different widths are not supported"
-            )
-        raise ValueError(f"[Pages] values: expected {list(keys.shape)} like keys, got {list(values.shape)}")
+    if values.ndim != 4 or values.shape[:3] != keys.shape[:3] or 0 in values.shape:
+        expected = ", ".join(map(str, keys.shape[:3]))
+        raise ValueError(f"[Pages] values: expected [{expected}, Dv] beside the keys, got {list(values.shape)}")
+    if values.shape[3] != first.shape[3]:
+        raise ValueError(f"[Pages] values: expected Dv={first.shape[3]} in all segments, got {values.shape[3]}")
     if not segment.coded:
         if scales is not None:
             raise ValueError(f"[Pages] value_scales: expected None in a plain segment, got {list(scales.shape)}")
         return
-    expected = [*keys.shape[:3], 2]
-    if scales is None or list(scales.shape) != expected or scales.dtype != torch.float32:
+    scaled = [*keys.shape[:3], 2]
+    if scales is None or list(scales.shape) != scaled or scales.dtype != torch.float32:
         got = "None" if scales is None else f"{scales.dtype} {list(scales.shape)}"
-        raise ValueError(f"[Pages] value_scales: expected float32 {expected} in a coded segment, got {got}")
+        raise ValueError(f"[Pages] value_scales: expected float32 {scaled} in a coded segment, got {got}")
 
 
 def _check_boxes(segment: PageSegment) -> None:

@@ -115,7 +115,7 @@ class SequenceBatch:
         Args:
             layer: The pool's layer.
             keys: [T, Hkv, D] the new tokens, sequence after sequence.
-            values: Like `keys`.
+            values: [T, Hkv, Dv] likewise.
             backend: ``auto`` or a backend's name.
         """
         step = self._reserved()
@@ -140,8 +140,8 @@ class SequenceBatch:
             sequence: Which sequence.
 
         Returns:
-            [Hkv, L, D] each, a view where the pages lie in one run, else a copy; float32 if a page among them is coded.
-            Tokens of a step that the layer hasn't written are not among them.
+            [Hkv, L, D] and [Hkv, L, Dv], views where the pages lie in one run, else copies; float32 if a page among
+            them is coded. Tokens of a step that the layer hasn't written are not among them.
         """
         length, table, step = self.sequences[sequence].length, self.sequences[sequence].table, self.step
         if step is not None and layer not in step.written:
@@ -149,8 +149,8 @@ class SequenceBatch:
             table = self.sequences[sequence].written_table
         pages = self.pool.layer(layer)
         if not length:
-            empty = pages.segments[0].keys[:, 0, :0]
-            return empty, empty
+            first = pages.segments[0]
+            return first.keys[:, 0, :0], first.values[:, 0, :0]
         return tokens_of(pages, torch.tensor(table, device=pages.device), length)
 
     def _reserved(self) -> Step:

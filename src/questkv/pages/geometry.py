@@ -20,7 +20,7 @@ class PageGeometry:
 
     Attributes:
         kv_heads: Hkv.
-        head_dim: D, of keys and of values.
+        head_dim: D, of keys.
         page_size: S, tokens a page.
         dtype: float32, bfloat16 or float16.
         device: Where the pages lie.
@@ -28,6 +28,7 @@ class PageGeometry:
         kv_dtype: ``model``, or ``int8``: sealed pages are coded in eight bits, in pages of their own.
         offload: ``none``, or ``host``: sealed pages' keys and values lie in pinned host memory, in pages of their own.
         span_pages: C, pages a span that has a box too, 0 for none.
+        value_dim: Dv, of values; 0: as the keys'.
 
     Raises:
         UnsupportedError: Offload ``host`` where there is no GPU to offload from.
@@ -42,8 +43,11 @@ class PageGeometry:
     kv_dtype: str = "model"
     offload: str = "none"
     span_pages: int = 0
+    value_dim: int = 0
 
     def __post_init__(self) -> None:
+        # Geometries are compared: equal pages must have one name for it.
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
         if self.offload == "host" and self.device.type != "cuda" and not _host_without_gpu:
             raise UnsupportedError(
                 f"[questkv] offload: expected a model on a GPU for 'host', got one on {self.device}; offload='none' "
@@ -59,12 +63,13 @@ class PageGeometry:
         """Whether a span ends with a logical page; or whether it may end with a physical page, by its number."""
         return self.span_pages > 0 and page % self.span_pages == self.span_pages - 1
 
-    def fits(self, keys: torch.Tensor) -> bool:
-        """Whether keys [B, Hkv, n, D] are of these heads, this head dim, dtype and device."""
+    def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] are of these heads, widths, dtype and device."""
         shape = keys.shape
         return (
             shape[1] == self.kv_heads
             and shape[3] == self.head_dim
+            and values.shape[3] == self.value_dim
             and keys.dtype == self.dtype
             and keys.device == self.device
         )
@@ -72,7 +77,7 @@ class PageGeometry:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one plain page's keys and values in one layer."""
-        return 2 * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
+        return self.kv_heads * self.page_size * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
     @property
     def box_bytes(self) -> int:
@@ -92,7 +97,7 @@ class PageGeometry:
     def closed_kv_bytes(self) -> int:
         """Bytes of one closed page's keys and values in one layer; of codes with step and offset of every value."""
         if self.kv_dtype == "int8":
-            return self.kv_heads * self.page_size * (2 * self.head_dim + 8)
+            return self.kv_heads * self.page_size * (self.head_dim + self.value_dim + 8)
         return self.kv_bytes
 
     @property
@@ -117,15 +122,15 @@ class PageGeometry:
         dtype = torch.uint8 if coded else self.dtype
         kv = torch.device("cpu") if host else self.device
         pinned = kv != self.device
-        tokens = (self.kv_heads, num_pages, self.page_size, self.head_dim)
+        tokens = (self.kv_heads, num_pages, self.page_size)
         rows = num_pages + (num_pages // self.span_pages if self.span_pages else 0)
         boxes = (self.kv_heads, rows, 2, self.head_dim)
         return PageSegment(
-            keys=_empty(tokens, dtype, kv, pinned),
-            values=_empty(tokens, dtype, kv, pinned),
+            keys=_empty((*tokens, self.head_dim), dtype, kv, pinned),
+            values=_empty((*tokens, self.value_dim), dtype, kv, pinned),
             boxes=_empty(boxes, torch.int8 if int8 else self.dtype, self.device),
             scales=_empty(boxes[:2], torch.float32, self.device) if int8 else None,
-            value_scales=_empty((*tokens[:3], 2), torch.float32, kv, pinned) if coded else None,
+            value_scales=_empty((*tokens, 2), torch.float32, kv, pinned) if coded else None,
             host=host,
         )
 

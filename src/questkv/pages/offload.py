@@ -58,7 +58,7 @@ def decode(
         backend: As in `kernels.decode`.
 
     Returns:
-        [R, Hq, D] q's dtype.
+        [R, Hq, Dv] q's dtype.
 
     Raises:
         ValueError: A row reads more pages than have room on the device; the message says how many it needs.
@@ -70,7 +70,7 @@ def decode(
     sealed = [(length - 1) // pages.page_size for length in host_lengths]
     whole = [row for row, count in enumerate(sealed) if host_num_selected[row] >= count]
     sparse = [row for row, count in enumerate(sealed) if host_num_selected[row] < count]
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], pages.value_dim))
     softmax: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
     for rows in _together(whole, sealed, fetched.slots):
         here = _index(rows, q)

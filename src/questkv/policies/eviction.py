@@ -97,13 +97,13 @@ class EvictingLayer(HeldLayer):
 
     def __init__(self, policy: EvictionPolicy, context: Context, index: int) -> None:
         keys, values = context.cache.keys_values(index)
-        kv_heads, n, dim = keys.shape
+        kv_heads, n, _ = keys.shape
         positions = torch.arange(n, device=keys.device).expand(kv_heads, -1)
         scores = policy.first_scores(context.statistics.get(index), (kv_heads, n)).to(keys.device)
         if n >= policy.budget_tokens:
             priorities = policy.priorities(scores, positions, Moment(n, n))
             kept = lowest(priorities, positions, n)[:, n - policy.budget_tokens + 1 :].sort(dim=-1).values
-            keys, values = (states.gather(1, kept[..., None].expand(-1, -1, dim)) for states in (keys, values))
+            keys, values = (part.gather(1, kept[..., None].expand(-1, -1, part.shape[2])) for part in (keys, values))
             positions, scores = positions.gather(1, kept), scores.gather(1, kept)
         super().__init__(HeldTokens(keys, values, positions, limit=policy.budget_tokens), n)
         self.policy = policy

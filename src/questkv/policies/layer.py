@@ -44,22 +44,39 @@ class HeldLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep [1, Hkv, n, D] keys and values for the attention function and return a handle in their place."""
-        if key_states.shape[0] != 1:
-            raise UnsupportedError(f"[policies] batch: expected one sequence, got {key_states.shape[0]}")
-        self._new = (key_states[0], value_states[0])
-        handle = PagedKeys.of(self, key_states, value_states)
-        return handle, handle
+        """Keep [1, Hkv, n, D or Dv] keys and values for the attention function and return a handle in their place."""
+        self._keep(key_states, value_states)
+        new = (key_states, value_states)
+        return PagedKeys.of(self, *new, stands_for=key_states), PagedKeys.of(self, *new, stands_for=value_states)
+
+    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> PagedKeys:
+        """See `PagedLayer.replace`."""
+        if self._new is None or any(part.shape[2] != self._new[0].shape[1] for part in (keys, values)):
+            raise self.refusal("mixing tokens")
+        self._keep(keys, values)
+        return PagedKeys.of(self, keys, values)
+
+    def refusal(self, name: str) -> UnsupportedError:
+        """The error for a model that computes with cached keys and values by itself, by the function's name."""
+        return UnsupportedError(
+            f"[policies] cached keys and values: expected the attention function to be the first to compute with all "
+            f"of them, got the model's own computation ({name})"
+        )
+
+    def _keep(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.shape[0] != 1:
+            raise UnsupportedError(f"[policies] batch: expected one sequence, got {keys.shape[0]}")
+        self._new = (keys[0], values[0])
 
     @torch.no_grad()
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, softmax: Softmax) -> torch.Tensor:
-        """Attend [1, Hq, n, D] queries, each behind its own new token; returns [1, n, Hq, D]."""
+        """Attend [1, Hq, n, D] queries, each behind its own new token; returns [1, n, Hq, Dv]."""
         new, self._new = self._new, None
         if new is None:
             raise UnsupportedError("[policies] layer: expected keys and values of its own, got another layer's")
         if mask is not None and not bool(mask.all()):
             raise UnsupportedError("[policies] attention_mask: expected no padding, got some")
-        out = torch.empty_like(query)
+        out = query.new_empty((*query.shape[:3], new[1].shape[-1]))
         for i in range(query.shape[2]):
             keys, values = new[0][:, i], new[1][:, i]
             out[0, :, i] = self._step(query[0, :, i], keys, values, softmax).to(query.dtype)
@@ -67,14 +84,14 @@ class HeldLayer(CacheLayerMixin):
         return out.transpose(1, 2)
 
     def _step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax: Softmax) -> torch.Tensor:
-        """Add one token (key and value [Hkv, D]) and attend its query [Hq, D]; returns [Hq, D] float32."""
+        """Add one token (key [Hkv, D], value [Hkv, Dv]) and attend its query [Hq, D]; returns [Hq, Dv] float32."""
         self.tokens.add(key, value, self.seen)
         grouped = query.unflatten(0, (len(key), -1))
         logits = attention_logits(grouped, self.tokens.keys, softmax)
         return self._read(logits, self.tokens.values, softmax)[0].flatten(0, 1)
 
     def _read(self, logits: torch.Tensor, values: torch.Tensor, softmax: Softmax) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over [Hkv, G, T] logits and [Hkv, T, D] values: output [Hkv, G, D], weights [Hkv, G, T]."""
+        """Attention over [Hkv, G, T] logits and [Hkv, T, Dv] values: output [Hkv, G, Dv], weights [Hkv, G, T]."""
         weights = attention_weights(logits, softmax)
         self.tokens_read = logits.shape[-1]
         return weights @ values.float(), weights

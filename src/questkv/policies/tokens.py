@@ -15,7 +15,7 @@ class HeldTokens:
 
     Args:
         keys: [Hkv, T, D], copied.
-        values: [Hkv, T, D], copied.
+        values: [Hkv, T, Dv], copied.
         positions: [Hkv, T] int64, places in the sequence, copied.
         limit: Most tokens that will be held at once; no memory is taken for more. None: no limit.
     """
@@ -43,7 +43,7 @@ class HeldTokens:
 
     @property
     def values(self) -> torch.Tensor:
-        """[Hkv, len, D]."""
+        """[Hkv, len, Dv]."""
         return self._values[:, : self._count]
 
     @property
@@ -57,16 +57,15 @@ class HeldTokens:
         return sum(buffer.numel() * buffer.element_size() for buffer in (self._keys, self._values))
 
     def add(self, key: torch.Tensor, value: torch.Tensor, position: int) -> None:
-        """Hold one more token behind the others: key and value [Hkv, D]."""
+        """Hold one more token behind the others: key [Hkv, D] and value [Hkv, Dv]."""
         self._reserve(self._count + 1)
         self._count += 1
         self.put(torch.full((len(key), 1), self._count - 1, device=key.device), key, value, position)
 
     def put(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, position: int) -> None:
-        """Let one token take the place of another: `slots` [Hkv, 1] int64, key and value [Hkv, D]."""
-        at = slots[..., None].expand(-1, -1, key.shape[-1])
-        self._keys.scatter_(1, at, key[:, None])
-        self._values.scatter_(1, at, value[:, None])
+        """Let one token take the place of another: `slots` [Hkv, 1] int64, key [Hkv, D] and value [Hkv, Dv]."""
+        for held, new in ((self._keys, key), (self._values, value)):
+            held.scatter_(1, slots[..., None].expand(-1, -1, new.shape[-1]), new[:, None])
         self._positions.scatter_(1, slots, position)
 
     def _reserve(self, count: int) -> None:

@@ -107,7 +107,7 @@ def attend(
         raise UnsupportedError(
             f"[attend] page_table: expected [R, P] with backend 'native', got {list(page_table.shape)}"
         )
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty((*q.shape[:2], pages.value_dim), dtype=q.dtype)
     load().attend(
         instruction_set(),
         _layer(pages),
@@ -155,7 +155,7 @@ def decode(
 ) -> torch.Tensor:
     """As `kernels.decode`: estimate, select and attend for one (row, KV head) after another, in one call."""
     q = q.contiguous()
-    out = torch.empty_like(q)
+    out = torch.empty((*q.shape[:2], pages.value_dim), dtype=q.dtype)
     counts = None if pages_read is None else pages_read.contiguous()
     load().decode(
         instruction_set(),

@@ -20,7 +20,7 @@ def attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """out[r] = attention of q[r] over the pages of selection[r] and the open page of row r."""
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], pages.value_dim))
     for row, length in enumerate(lengths.tolist()):
         sealed = (length - 1) // pages.page_size
         open_page, in_open_page = page_table[row, ..., sealed : sealed + 1], length - sealed * pages.page_size
@@ -54,7 +54,7 @@ def dense(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """out[r] = attention of q[r] over the first lengths[r] tokens of row r."""
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], pages.value_dim))
     for row, length in enumerate(lengths.tolist()):
         if page_table.ndim == 2:
             keys, values = tokens_of(pages, page_table[row], length)
@@ -73,7 +73,7 @@ def _pages_of(table: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(pages: Pages, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[Hkv, n, S, D] keys and values of pages [n], or [Hkv, n] where each head has its own."""
+    """[Hkv, n, S, D] keys and [Hkv, n, S, Dv] values of pages [n], or [Hkv, n] where each head has its own."""
     return gather_tokens(pages, page_ids) if page_ids.ndim == 1 else gather_heads(pages, page_ids)
 
 

@@ -32,10 +32,10 @@ def encode_values(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Step and offset in float32, the codes in float64; ties to even.
 
     Args:
-        values: [Hkv, n, S, D] a float dtype.
+        values: [Hkv, n, S, Dv] a float dtype.
 
     Returns:
-        [Hkv, n, S, D] uint8 codes and [Hkv, n, S, 2] float32 step and offset, both NaN (codes 0) for a token that
+        [Hkv, n, S, Dv] uint8 codes and [Hkv, n, S, 2] float32 step and offset, both NaN (codes 0) for a token that
         holds a NaN or infinite value.
     """
     lo, hi = values.amin(dim=-1).float(), values.amax(dim=-1).float()

@@ -33,7 +33,7 @@ def decode(
         seal(pages, new.sealed, new.into)
         if new.spans is not None:
             seal_spans(pages, new.spans)
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], pages.value_dim))
     sealed = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
     for row in range(len(q)):
         one = slice(row, row + 1)

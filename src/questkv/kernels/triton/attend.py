@@ -67,7 +67,7 @@ def attention(
     members: torch.Tensor | None = None,
     pages_read: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[R, Hq, D], in two launches whose shapes depend on R and the page table's width, not on lengths.
+    """[R, Hq, Dv], in two launches whose shapes depend on R and the page table's width, not on lengths.
 
     Args:
         q: [R, Hq, D].
@@ -83,7 +83,8 @@ def attention(
         members: [R, Hq, P] uint8, 1 where a query head reads a page of its list; None: every head reads all of it.
         pages_read: [R] int64, written as by `kernels.decode`.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    value_dim = pages.value_dim
+    out = torch.empty((*q.shape[:2], value_dim), dtype=q.dtype, device=q.device)
     if not len(q):
         return out
     check_head_dim("attend", pages)
@@ -91,24 +92,25 @@ def attention(
     storage, dim, kv_heads, size = storage_of(pages), pages.head_dim, pages.num_kv_heads, pages.page_size
     rows, heads, width = len(q), q.shape[1], page_table.shape[-1]
     blocks = attend_blocks(
-        architecture(q.device), dim, heads // kv_heads, kv_heads, q.element_size(), storage.has_codes
+        architecture(q.device), max(dim, value_dim), heads // kv_heads, kv_heads, q.element_size(), storage.has_codes
     )
     parts = blocks.parts(width * size)
-    sums = torch.empty((rows, heads, parts, dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((rows, heads, parts, value_dim), dtype=torch.float32, device=q.device)
     tops, totals = torch.empty((2, rows, heads, parts), dtype=torch.float32, device=q.device)
     chosen = lengths if num_selected is None else num_selected
     counts = chosen if list_counts is None else list_counts
     shared = {
         "S": size,
-        "D": dim,
+        "DV": value_dim,
         "G": heads // kv_heads,
-        "BLOCK_D": max(next_power_of_2(dim), 16),
+        "BLOCK_DV": max(next_power_of_2(value_dim), 16),
         "BLOCK_T": blocks.tokens,
         "MIN_PART": blocks.min_part,
         "MAX_PARTS": blocks.max_parts,
         "LISTED": num_selected is not None,
         "MEMBERS": members is not None,
     }
+    block_d = max(next_power_of_2(dim), 16)
     with on(q.device):
         attend_part[(parts, kv_heads * cdiv(heads // kv_heads, blocks.heads), rows)](
             q.contiguous(),
@@ -132,8 +134,10 @@ def attention(
             0 if lists is None else lists.shape[2],
             kv_heads,
             **shared,
+            D=dim,
+            BLOCK_D=block_d,
             BLOCK_G=blocks.heads,
-            PIECE=min(blocks.piece, shared["BLOCK_D"]),
+            PIECE=min(blocks.piece, block_d),
             SOFTCAP=softcap is not None,
             CODES=storage.has_codes,
             SEGMENTED=len(storage.table) > 1,

@@ -42,7 +42,7 @@ def decode(
         seal(pages, new.sealed, new.into)
     q, page_table, lengths, num_selected = (t.contiguous() for t in (q, page_table, lengths, num_selected))
     if not len(q):
-        return torch.empty_like(q)
+        return q.new_empty((0, q.shape[1], pages.value_dim))
     scores = scores_of(q, pages, page_table, lengths, scale, optimism, group, num_selected)
     each_head = group == "per_head"
     chosen = torch.empty(scores.shape, dtype=torch.uint8 if each_head else torch.int64, device=q.device)

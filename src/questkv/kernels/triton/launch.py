@@ -60,11 +60,10 @@ def check_device(device: torch.device) -> None:
 
 
 def check_head_dim(op: str, pages: Pages) -> None:
-    """Raise UnsupportedError where a row of keys doesn't fit the registers."""
-    if pages.head_dim > _MOST_CHANNELS:
-        raise UnsupportedError(
-            f"[{op}] head dim: expected at most {_MOST_CHANNELS} with backend 'triton', got {pages.head_dim}"
-        )
+    """Raise UnsupportedError where a row of keys or values doesn't fit the registers."""
+    for name, dim in (("head dim", pages.head_dim), ("values' head dim", pages.value_dim)):
+        if dim > _MOST_CHANNELS:
+            raise UnsupportedError(f"[{op}] {name}: expected at most {_MOST_CHANNELS} with backend 'triton', got {dim}")
 
 
 def check_row(op: str, pages: int, page_size: int) -> None:
@@ -76,10 +75,10 @@ def check_row(op: str, pages: int, page_size: int) -> None:
         )
 
 
-def check_page(page_size: int, head_dim: int) -> None:
-    """Raise UnsupportedError where a page has keys without a number."""
-    if page_size * head_dim > _MOST_NUMBERED:
+def check_page(page_size: int, dim: int) -> None:
+    """Raise UnsupportedError where a page has keys or values, of `dim` channels, without a number."""
+    if page_size * dim > _MOST_NUMBERED:
         raise UnsupportedError(
             f"[triton] page: expected at most {_MOST_NUMBERED} numbers, S * D, with backend 'triton', got "
-            f"{page_size * head_dim}"
+            f"{page_size * dim}"
         )

@@ -22,9 +22,9 @@ def merge_parts(
     parts,
     kv_heads,
     S: tl.constexpr,
-    D: tl.constexpr,
+    DV: tl.constexpr,
     G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr,
     MIN_PART: tl.constexpr,
     MAX_PARTS: tl.constexpr,
@@ -46,7 +46,7 @@ def merge_parts(
     )
     used = tl.cdiv(tokens, part_size(tokens, BLOCK_T, MIN_PART, MAX_PARTS))
     o_row = i_r * tl.num_programs(0) + i_head
-    o_d = tl.arange(0, BLOCK_D)
+    o_d = tl.arange(0, BLOCK_DV)
 
     b_top = tl.full([BLOCK_N], float("-inf"), tl.float32)
     for first in range(0, used, BLOCK_N):
@@ -59,22 +59,22 @@ def merge_parts(
         top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)
 
-    b_sum = tl.zeros([BLOCK_D], tl.float32)
+    b_sum = tl.zeros([BLOCK_DV], tl.float32)
     total = tl.zeros([1], tl.float32)
     for first in range(0, used, BLOCK_N):
         o_n = first + tl.arange(0, BLOCK_N)
         m_n = o_n < used
         b_m = tl.load(p_tops + o_row * parts + o_n, mask=m_n, other=float("-inf"))
         b_l = tl.load(p_totals + o_row * parts + o_n, mask=m_n, other=0.0)
-        p_part = p_sums + (o_row * parts + o_n)[:, None] * D + o_d[None, :]
-        b_part = tl.load(p_part, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)  # [BLOCK_N, BLOCK_D]
+        p_part = p_sums + (o_row * parts + o_n)[:, None] * DV + o_d[None, :]
+        b_part = tl.load(p_part, mask=m_n[:, None] & (o_d < DV)[None, :], other=0.0)  # [BLOCK_N, BLOCK_DV]
         b_w = tl.exp(b_m - top)
         total += tl.sum(b_w * b_l, axis=0)
         b_sum += tl.sum(b_w[:, None] * b_part, axis=0)
     if SINKS:
         total += tl.exp(sink - top)
     b_out = narrow(tl.math.div_rn(b_sum, total), p_out.dtype.element_ty)
-    tl.store(p_out + o_row * D + o_d, b_out, mask=o_d < D)
+    tl.store(p_out + o_row * DV + o_d, b_out, mask=o_d < DV)
 
     if COUNTED:
         if i_head == 0:

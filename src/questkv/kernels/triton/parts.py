@@ -54,14 +54,16 @@ def attend_part(
     list_width,
     kv_heads,
     S: tl.constexpr,
-    D: tl.constexpr,
+    DV: tl.constexpr,
     G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr,
     MIN_PART: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     LISTED: tl.constexpr,
     MEMBERS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     PIECE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -90,6 +92,8 @@ def attend_part(
     end = tl.minimum(start + size, tokens)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
+    o_v = tl.arange(0, BLOCK_DV)
+    m_v = o_v < DV
     o_g = (tl.program_id(1) % HEAD_BLOCKS) * BLOCK_G + tl.arange(0, BLOCK_G)
     m_g = o_g < G
     o_head = (i_r * kv_heads + i_h) * G + o_g  # [BLOCK_G] (row, query head)
@@ -98,7 +102,7 @@ def attend_part(
 
     b_m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_G], tl.float32)
-    b_sum = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    b_sum = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
     for first in range(start, end, BLOCK_T):
         o_t = first + tl.arange(0, BLOCK_T)
         m_t = o_t < end
@@ -120,7 +124,6 @@ def attend_part(
             m_plain = m_t & (tl.load(p_row + CODED) == 0)
 
         o_key = tl.multiple_of(tl.load(p_row + KEYS) + o_token * D, UNIT)
-        m_kv = m_plain[:, None] & m_d[None, :]
         if CODES:
             o_box = tl.multiple_of(tl.load(p_row + BOXES) + place * (2 * D), BOX_UNIT)
             p_box_scale = p_scales + tl.load(p_row + SCALES) + place
@@ -129,7 +132,8 @@ def attend_part(
             )
             b_s *= tl.load(p_box_scale, mask=m_coded, other=1.0)[None, :]
         else:
-            b_k = tl.load(p_keys + o_key[:, None] + o_d[None, :], mask=m_kv, other=0.0)  # [BLOCK_T, BLOCK_D]
+            m_k = m_plain[:, None] & m_d[None, :]
+            b_k = tl.load(p_keys + o_key[:, None] + o_d[None, :], mask=m_k, other=0.0)  # [BLOCK_T, BLOCK_D]
             b_s = product(b_q, tl.trans(b_k))  # [BLOCK_G, BLOCK_T]
         b_s *= scale
         if SOFTCAP:
@@ -152,8 +156,9 @@ def attend_part(
 
         if p_values.dtype.element_ty == tl.float16:
             b_w = b_w * FLOAT16_WEIGHT
-        o_value = tl.multiple_of(tl.load(p_row + VALUES) + o_token * D, UNIT)
-        b_v = tl.load(p_values + o_value[:, None] + o_d[None, :], mask=m_kv, other=0.0)  # [BLOCK_T, BLOCK_D]
+        o_value = tl.multiple_of(tl.load(p_row + VALUES) + o_token * DV, UNIT)
+        m_kv = m_plain[:, None] & m_v[None, :]
+        b_v = tl.load(p_values + o_value[:, None] + o_v[None, :], mask=m_kv, other=0.0)  # [BLOCK_T, BLOCK_DV]
         if MEMBERS:
             # A head must not meet what is NaN or infinite in a page that only another head reads: 0 * NaN is NaN.
             m_bad = widen(b_v) * 0.0 != 0.0
@@ -162,7 +167,7 @@ def attend_part(
             b_v = tl.where(m_bad, 0.0, b_v)
         if CODES:
             b_code = tl.load(
-                p_coded_values + o_value[:, None] + o_d[None, :], mask=m_coded[:, None] & m_d[None, :], other=0
+                p_coded_values + o_value[:, None] + o_v[None, :], mask=m_coded[:, None] & m_v[None, :], other=0
             )
             b_v = tl.where(m_coded[:, None], narrow(b_code.to(tl.float32), b_v.dtype), b_v)
             b_sum = add_with_steps(b_w, b_v, b_sum, p_value_scales, p_row, o_token, m_s, m_coded)
@@ -174,7 +179,7 @@ def attend_part(
     o_part = o_head * tl.num_programs(0) + i_part
     tl.store(p_tops + o_part, b_m, mask=m_g)
     tl.store(p_totals + o_part, b_l, mask=m_g)
-    tl.store(p_sums + o_part[:, None] * D + o_d[None, :], b_sum, mask=m_g[:, None] & m_d[None, :])
+    tl.store(p_sums + o_part[:, None] * DV + o_v[None, :], b_sum, mask=m_g[:, None] & m_v[None, :])
 
 
 @jit

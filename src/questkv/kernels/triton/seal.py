@@ -37,7 +37,7 @@ def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None)
     if not len(page_ids):
         return
     storage, dim = storage_of(pages), pages.head_dim
-    blocks = seal_blocks(dim, pages.page_size)
+    blocks = seal_blocks(max(dim, pages.value_dim), pages.page_size)
     page_ids = page_ids.contiguous()
     with on(pages.device):
         seal_pages[(len(page_ids), pages.num_kv_heads)](
@@ -48,7 +48,9 @@ def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None)
             *storage.bases,
             S=pages.page_size,
             D=dim,
+            DV=pages.value_dim,
             BLOCK_D=next_power_of_2(dim),
+            BLOCK_DV=next_power_of_2(pages.value_dim),
             BLOCK_S=blocks.tokens,
             INT8=storage.int8_boxes,
             INTO=into is not None,
@@ -72,21 +74,26 @@ def seal_pages(
     p_value_scales,
     S: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
     INT8: tl.constexpr,
     INTO: tl.constexpr,
     SEGMENTED: tl.constexpr,
 ):
-    """One page of one KV head. Reads S * D keys (and values, with INTO), twice; the second time from the cache."""
+    """One page of one KV head.
+
+    Reads S * D numbers of keys (and S * DV of values, with INTO), twice; the second time from the cache.
+    """
     i_page = tl.program_id(0)
     i_h = tl.program_id(1)
     page = tl.load(p_page_ids + i_page)
     if page < 0:
         return
     p_row = row_of(page, p_segment_of, p_table, SEGMENTED)
-    o_page = place_of(page, i_h, p_row) * S * D
-    p_key = p_keys + tl.load(p_row + KEYS) + o_page
+    o_page = place_of(page, i_h, p_row) * S
+    p_key = p_keys + tl.load(p_row + KEYS) + o_page * D
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
     b_lo, b_hi, hidden = bounds_of(p_key, S, D, BLOCK_D, BLOCK_S)
@@ -119,12 +126,12 @@ def seal_pages(
         tl.store(p_box + D, b_code_hi.to(tl.int32).to(tl.int8), mask=m_d)
         tl.store(p_scales + tl.load(p_to + SCALES) + o_target, tl.where(hidden, float("inf"), scale))
         if INTO:
-            p_value = p_values + tl.load(p_row + VALUES) + o_page
+            p_value = p_values + tl.load(p_row + VALUES) + o_page * DV
             p_key_code = p_coded_keys + tl.load(p_to + KEYS) + o_target * S * D
-            p_value_code = p_coded_values + tl.load(p_to + VALUES) + o_target * S * D
+            p_value_code = p_coded_values + tl.load(p_to + VALUES) + o_target * S * DV
             p_steps = p_value_scales + tl.load(p_to + VALUE_SCALES) + o_target * S * 2
             code_keys(p_key, p_key_code, b_code_lo, b_code_hi, step, hidden, S, D, BLOCK_D, BLOCK_S)
-            code_values(p_value, p_value_code, p_steps, S, D, BLOCK_D, BLOCK_S)
+            code_values(p_value, p_value_code, p_steps, S, DV, BLOCK_DV, BLOCK_S)
 
 
 @jit
@@ -175,15 +182,15 @@ def code_keys(
 
 @jit
 def code_values(
-    p_value, p_code, p_steps, S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
+    p_value, p_code, p_steps, S: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     """C = round((v - offset) / step), a token's offset and step in float32, both NaN where a value isn't finite."""
-    o_d = tl.arange(0, BLOCK_D)
+    o_d = tl.arange(0, BLOCK_DV)
     for start in range(0, S, BLOCK_S):
         o_s = start + tl.arange(0, BLOCK_S)
-        m = (o_s < S)[:, None] & (o_d < D)[None, :]
-        o_kd = o_s[:, None] * D + o_d[None, :]
-        b_v = widen(tl.load(p_value + o_kd, mask=m, other=0.0))  # [BLOCK_S, BLOCK_D]
+        m = (o_s < S)[:, None] & (o_d < DV)[None, :]
+        o_kd = o_s[:, None] * DV + o_d[None, :]
+        b_v = widen(tl.load(p_value + o_kd, mask=m, other=0.0))  # [BLOCK_S, BLOCK_DV]
         m_bad = ~(tl.abs(b_v) < float("inf"))
         hidden = tl.sum(m_bad.to(tl.int32), axis=1) > 0  # [BLOCK_S]
         b_lo = tl.min(tl.where(m & ~m_bad, b_v, float("inf")), axis=1)

@@ -37,7 +37,7 @@ class Storage:
             boxes, scales, value_scales. Where a layer has none of a kind, some other tensor that nothing reads.
         has_codes: Whether any segment is coded.
         int8_boxes: Whether boxes are in eight bits.
-        unit: Elements that every row of D keys, values, and codes starts at a multiple of: 16 bytes, or 1.
+        unit: Elements that every row of D keys, Dv values, and their codes starts at a multiple of: 16 bytes, or 1.
         box_unit: The same for a row of D box codes.
     """
 
@@ -67,7 +67,7 @@ def _storage(pages: Pages) -> Storage:
             f"[triton] boxes: expected boxes of pages alone with backend 'triton', got boxes of spans of "
             f"{pages.span_pages} pages too; span_pages=0 leaves them out"
         )
-    check_page(pages.page_size, pages.head_dim)
+    check_page(pages.page_size, max(pages.head_dim, pages.value_dim))
     first = pages.segments[0]
     coded = next((segment for segment in pages.segments if segment.coded), None)
     bases = (

@@ -30,8 +30,8 @@ def transfer(source: Pages, page_ids: torch.Tensor, target: Pages, into: torch.T
     if not page_ids.numel():
         return
     old, new = storage_of(source), storage_of(target)
-    tokens, dim = source.page_size * source.head_dim, source.head_dim
-    blocks = transfer_blocks(tokens)
+    dim, value_dim = source.head_dim, source.value_dim
+    blocks = transfer_blocks(source.page_size * max(dim, value_dim))
     page_ids, into = page_ids.contiguous(), into.contiguous()
     with on(source.device):
         copy_pages[(page_ids.shape[1], source.num_kv_heads)](
@@ -45,6 +45,7 @@ def transfer(source: Pages, page_ids: torch.Tensor, target: Pages, into: torch.T
             *new.bases,
             S=source.page_size,
             D=dim,
+            DV=value_dim,
             BLOCK=blocks.channels,
             BLOCK_S=next_power_of_2(2 * source.page_size),
             BLOCK_D=next_power_of_2(2 * dim),
@@ -81,6 +82,7 @@ def copy_pages(
     p_new_value_scales,
     S: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -90,7 +92,7 @@ def copy_pages(
     NEW_SEGMENTED: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """One page of one KV head: 2 * S * D keys and values, its box, and what scales them."""
+    """One page of one KV head: S * D numbers of keys and S * DV of values, its box, and what scales them."""
     i_h = tl.program_id(1)
     o_list = i_h.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     page = tl.load(p_page_ids + o_list)
@@ -101,23 +103,21 @@ def copy_pages(
     p_new = row_of(to, p_new_segment_of, p_new_table, NEW_SEGMENTED)
     o_old = place_of(page, i_h, p_old)
     o_new = place_of(to, i_h, p_new)
-    o_from = tl.multiple_of(o_old * (S * D), UNIT)
-    o_to = tl.multiple_of(o_new * (S * D), UNIT)
-    o_old_keys = tl.multiple_of(tl.load(p_old + KEYS), UNIT) + o_from
-    o_old_values = tl.multiple_of(tl.load(p_old + VALUES), UNIT) + o_from
-    o_new_keys = tl.multiple_of(tl.load(p_new + KEYS), UNIT) + o_to
-    o_new_values = tl.multiple_of(tl.load(p_new + VALUES), UNIT) + o_to
+    o_old_keys = tl.multiple_of(tl.load(p_old + KEYS), UNIT) + tl.multiple_of(o_old * (S * D), UNIT)
+    o_old_values = tl.multiple_of(tl.load(p_old + VALUES), UNIT) + tl.multiple_of(o_old * (S * DV), UNIT)
+    o_new_keys = tl.multiple_of(tl.load(p_new + KEYS), UNIT) + tl.multiple_of(o_new * (S * D), UNIT)
+    o_new_values = tl.multiple_of(tl.load(p_new + VALUES), UNIT) + tl.multiple_of(o_new * (S * DV), UNIT)
     coded = 0
     if CODES:
         coded = tl.load(p_old + CODED)
     if coded != 0:
         copy(p_old_coded_keys + o_old_keys, p_new_coded_keys + o_new_keys, S * D, BLOCK)
-        copy(p_old_coded_values + o_old_values, p_new_coded_values + o_new_values, S * D, BLOCK)
+        copy(p_old_coded_values + o_old_values, p_new_coded_values + o_new_values, S * DV, BLOCK)
         p_steps = p_old_value_scales + tl.load(p_old + VALUE_SCALES) + o_old * (2 * S)
         copy(p_steps, p_new_value_scales + tl.load(p_new + VALUE_SCALES) + o_new * (2 * S), 2 * S, BLOCK_S)
     else:
         copy(p_old_keys + o_old_keys, p_new_keys + o_new_keys, S * D, BLOCK)
-        copy(p_old_values + o_old_values, p_new_values + o_new_values, S * D, BLOCK)
+        copy(p_old_values + o_old_values, p_new_values + o_new_values, S * DV, BLOCK)
     p_box = p_old_boxes + tl.load(p_old + BOXES) + o_old * (2 * D)
     copy(p_box, p_new_boxes + tl.load(p_new + BOXES) + o_new * (2 * D), 2 * D, BLOCK_D)
     if INT8:

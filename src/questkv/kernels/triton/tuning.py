@@ -115,7 +115,7 @@ def attend_blocks(arch: int, head_dim: int, group: int, kv_heads: int, element: 
 
     Args:
         arch: 10 times the compute capability.
-        head_dim: D.
+        head_dim: D or Dv, the larger.
         group: G.
         kv_heads: Hkv.
         element: Bytes of a key's channel.
@@ -154,11 +154,14 @@ def select_blocks() -> SelectBlocks:
 
 @cache
 def seal_blocks(head_dim: int, page_size: int) -> SealBlocks:
-    """For one layer: 8 float64 numbers a thread and tensor."""
+    """For one layer, by D or Dv, the larger: 8 float64 numbers a thread and tensor."""
     return SealBlocks(tokens=min(next_power_of_2(page_size), max(1024 // next_power_of_2(head_dim), 1)), warps=4)
 
 
 @cache
 def transfer_blocks(page: int) -> TransferBlocks:
-    """For one layer, by the numbers in a page's keys of a head: at most 16 a thread and tile, two loads of 16 bytes."""
+    """For one layer, by the numbers in a page's keys or values of a head, whichever are more.
+
+    At most 16 a thread and tile: two loads of 16 bytes.
+    """
     return TransferBlocks(channels=min(next_power_of_2(page), 2048), warps=4)
