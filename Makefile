@@ -21,11 +21,13 @@ EVALUATED ?= build/evaluate
 NOVEL := examples/sherlock_holmes.txt
 evaluated = --resume --output $(EVALUATED)/$(1) --markdown $(EVALUATED)/$(1).md --plot $(EVALUATED)/$(1).png
 
-.PHONY: help demo test evaluate sanitize arm lint format install develop clean
+.PHONY: help demo test test-all models evaluate sanitize arm lint format install develop clean
 
 help:
 	@echo "make demo     answer a question from a long text with a small model, dense and sparse"
 	@echo "make test     run the tests"
+	@echo "make test-all run them, and try every causal language model class of transformers"
+	@echo "make models   try every class and write what came out into docs/models.md"
 	@echo "make evaluate measure what a budget costs in quality: every table, with few samples, into $(EVALUATED)"
 	@echo "make sanitize run the C++ core's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make arm      run the C++ core's tests for ARM (NEON) in an emulator"
@@ -39,7 +41,13 @@ demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py
 
 test: $(DEVELOP)
+	@$(BIN)/python -m pytest -m "not sweep" $(ARGS)
+
+test-all: $(DEVELOP)
 	@$(BIN)/python -m pytest $(ARGS)
+
+models: $(DEVELOP)
+	@PYTHONPATH=tests $(BIN)/python -m sweep.table
 
 # The full tables in docs/results.md name their commands. LongBench needs its data (questkv eval longbench --data FOLDER).
 evaluate: $(DEVELOP)

@@ -80,7 +80,7 @@ def main() -> int:
     times: list[float] = []
     memory: list[float] = []
     with torch.inference_mode():
-        prefill(model, cache, ids[:, :-1], sparse_prefill=64)
+        prefill(model, cache, ids[:, :-1])
         token = ids[:, -1:]
         for done in range(1, options.tokens + 1):
             token, seconds = step(model, cache, token)

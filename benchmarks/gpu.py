@@ -98,12 +98,12 @@ def run_on_gpu(options: argparse.Namespace) -> int:
     from questkv.benchmark.gpu.machine import CudaMachine
     from questkv.benchmark.gpu.plan import Plan
     from questkv.benchmark.gpu.run import run
-    from questkv.benchmark.report import require_matplotlib
+    from questkv.benchmark.report import require_figure
     from questkv.benchmark.shapes import PRESETS
     from questkv.kernels.dispatch import resolve
 
     if options.plot is not None:
-        require_matplotlib()
+        require_figure(options.plot)
     presets = tuple(options.presets.split(","))
     if unknown := [preset for preset in presets if preset not in PRESETS]:
         raise ConfigError(f"[gpu] --presets: expected some of {', '.join(PRESETS)}, got {', '.join(unknown)}")

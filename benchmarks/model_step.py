@@ -62,7 +62,7 @@ def fill(model: Any, cache: Any, attention: str, ids: torch.Tensor) -> float:
     """Prefill a cache and return the seconds."""
     model.set_attn_implementation(attention)
     start = time.perf_counter()
-    prefill(model, cache, ids, sparse_prefill=64)
+    prefill(model, cache, ids)
     return time.perf_counter() - start
 
 

@@ -295,3 +295,21 @@ def test_pages_in_eight_bits_need_boxes_in_eight_bits():
         ConfigError, match=r"\[QuestConfig\] box_dtype: expected 'int8' with kv_dtype='int8', got 'model'"
     ):
         QuestConfig(kv_dtype="int8", box_dtype="model")
+
+
+@pytest.mark.parametrize(("name", "content"), [("c.json", "["), ("c.yaml", "["), ("c.yml", "{a: ")])
+def test_a_file_nested_too_deeply_is_one_line(tmp_path: Path, name: str, content: str) -> None:
+    path = tmp_path / name
+    path.write_text(content * 20_000, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"expected one mapping of fields, got too many levels") as refused:
+        QuestConfig.from_file(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_value_whose_text_would_fill_the_memory_is_cut() -> None:
+    bomb: object = [1]
+    for _ in range(30):
+        bomb = [bomb] * 10
+    with pytest.raises(ConfigError, match="token_budget: expected an int") as refused:
+        QuestConfig.from_dict({"token_budget": bomb})
+    assert len(str(refused.value)) < 500

@@ -11,7 +11,7 @@ import torch
 
 import questkv
 from questkv import environment
-from questkv.kernels import native
+from questkv.kernels import dispatch, native
 
 
 def test_versions_and_the_backend_that_auto_means() -> None:
@@ -21,6 +21,14 @@ def test_versions_and_the_backend_that_auto_means() -> None:
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["threads"] == torch.get_num_threads()
     assert found["backend"] == ("native" if native.is_built() else "reference")
+
+
+def test_auto_is_what_it_is_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    found = environment.environment("auto", torch.device("cuda"))
+    assert (found["backend"], found["instruction_set"]) == ("triton", None)
+    assert environment.environment("reference", torch.device("cuda"))["backend"] == "reference"
+    assert environment.environment("auto", torch.device("cpu")) == environment.environment("auto")
 
 
 def test_the_reference_has_no_instruction_set() -> None:

@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "questkv/kernels.h"
+#include "questkv/threads.h"
 
 namespace nb = nanobind;
 using namespace questkv;
@@ -87,6 +89,21 @@ const KernelTable& table_named(const std::string& isa) {
     throw std::invalid_argument("[native] QUESTKV_ISA: expected one of " + names + ", got " + isa);
 }
 
+// Whose threads: always one's, or the core's own where a decode step leaves torch's nothing to do. That is so where the
+// linear layers are ours too, and shows in the calls: between two layers' attention there are several of `linear`.
+// Where torch's threads have work in between they are awake, and ours would wait for the cores that those are on.
+enum class Sharing { libgomp, own, automatic };
+std::atomic<Sharing> sharing{Sharing::libgomp};
+thread_local int linear_calls = 0;
+
+void note_linear() { ++linear_calls; }
+
+void note_attention() {
+    const Sharing of = sharing.load(std::memory_order_relaxed);
+    take_own_threads(of == Sharing::own || (of == Sharing::automatic && linear_calls > 1));
+    linear_calls = 0;
+}
+
 Rows rows_of(const Tensor& q, const Indices& page_table, const Indices& lengths) {
     return {static_cast<int64_t>(q.shape(0)),
             static_cast<int64_t>(q.shape(1)),
@@ -119,6 +136,20 @@ NB_MODULE(_native, m) {
             return names;
         },
         "Instruction sets that this machine can run, best first.");
+
+    m.def(
+        "use_threads",
+        [](const std::string& whose) {
+            sharing =
+                whose == "own"       ? Sharing::own
+                : whose == "libgomp" ? Sharing::libgomp
+                : whose == "auto"
+                    ? Sharing::automatic
+                    : throw std::invalid_argument("[native] threads: expected libgomp, own or auto, got " + whose);
+        },
+        nb::arg("whose"),
+        "Run decode steps on libgomp's threads, on the module's own, or (auto) on its own where linear layers are "
+        "too.");
 
     m.def(
         "append",
@@ -208,6 +239,7 @@ NB_MODULE(_native, m) {
                     "[linear] x: expected [..., K] of the dtype of a weight [N, K], or of the scales [N] of an int8 "
                     "one");
             nb::gil_scoped_release release;
+            note_linear();
             table_named(isa).linear(
                 dtype_of(x), static_cast<int64_t>(rows), static_cast<int64_t>(weight.shape(0)),
                 static_cast<int64_t>(channels), static_cast<const char*>(x.data()),
@@ -224,6 +256,7 @@ NB_MODULE(_native, m) {
            float softcap, std::optional<Floats> sinks, std::optional<Indices> pages_read,
            std::optional<NewTokens> fresh, Tensor out, int threads) {
             nb::gil_scoped_release release;
+            note_attention();
             if (fresh) {
                 const auto& [slots, keys, values, sealed, into, spans] = *fresh;
                 table_named(isa).append(pages.view(), static_cast<int64_t>(slots.size()), slots.data(),

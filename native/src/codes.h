@@ -116,9 +116,17 @@ struct DecodedPages {
 struct CodedPages {
     static constexpr int64_t kNear = kSealedAhead / 2, kFar = kSealedAhead;
 
+    // What 32 bits hold the sums of. dot_four ends with a quarter of the channels in one lane, both digits together: a
+    // code (at most 255) times 256 upper + lower (at most 127 * 256 + 128). add_pages adds up all tokens of a part,
+    // each digit (at most 128) for itself.
+    static constexpr int64_t kMostChannels = 1024, kMostCodedTokens = 65536;
+    static_assert(kMostChannels / 4 * 255 * (127 * 256 + 128) <= std::numeric_limits<int32_t>::max());
+    static_assert(kMostCodedTokens * 255 * 128 <= std::numeric_limits<int32_t>::max());
+
     static bool takes(const SealedPart& part) {
-        // dot_four adds whole numbers of a quarter of the channels up in 32 bits.
-        if (part.page_size % 4 || part.dim % 64 || part.dim > 1024) return false;
+        if (part.page_size % 4 || part.dim % 64 || part.dim > kMostChannels) return false;
+        // A part is one page at least, however many tokens that has.
+        if (part.tokens() > kMostCodedTokens) return false;
         for (int64_t e = 0; e < part.count; ++e)
             if (!part.pages[e].value_scales) return false;
         return true;

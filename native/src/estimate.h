@@ -46,8 +46,15 @@ struct FixedForm {
     float unit;
 };
 
-// False where the form has no finite weights or all of them are 0.
+// Channels that 32 bits hold the sums of. A lane adds up every 16th of n products, in dot_codes with the two upper
+// digits together: a code (at most 128) times 256 d0 + d1 (at most 127 * 256 + 128) is 4177920 at most, and 514 of
+// these fit.
+constexpr int64_t kFixedChannels = 16 * 512;
+static_assert(kFixedChannels / 16 * 128 * (127 * 256 + 128) <= std::numeric_limits<int32_t>::max());
+
+// False where the form has too many weights, no finite ones, or all of them are 0.
 inline bool fixed_form(const float* weights, int64_t n, FixedForm& form, Workspace& w) {
+    if (n > kFixedChannels) return false;
     // Behind n come zeros, in whole steps of 2W.
     V top = {};
     bool finite = true;
@@ -83,8 +90,7 @@ inline bool fixed_form(const float* weights, int64_t n, FixedForm& form, Workspa
     return true;
 }
 
-// out[i] = codes of row i . form for i < W. A lane sums 4 products in each of at most 8 steps: 2^20, so 256 times that
-// and another sum fit 32 bits.
+// out[i] = codes of row i . form for i < W.
 inline void dot_codes(const EachRow& rows, const EachRow* next, int64_t n, const FixedForm& form, float* out) {
     const __m512i bias = _mm512_set1_epi8(static_cast<char>(128));
     V parts[W / 4];

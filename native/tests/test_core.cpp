@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "attention.h"
+#include "failures.h"
 #include "linear.h"
 
 namespace questkv::tests {
@@ -208,6 +209,45 @@ void test_spans(const KernelTable& kernels, Problem problem, const Softmax& soft
         test_decode(kernels, problem, layer, softmax, {0.5f, group, 0, 1}, 9);
 }
 
+// Where whole numbers of 32 bits would overflow: as many channels, and tokens a page, as their sums hold, and more. All
+// products have one sign and are as large as they can be.
+void test_limits() {
+    const auto ones = [](const Shape& s, std::vector<char>& numbers) {
+        for (size_t i = 0; i < numbers.size(); i += size_of(s.dtype)) write_number(s.dtype, 1, numbers.data() + i);
+    };
+    for (const int64_t dim : {4096, 4128, 16384}) {
+        Problem problem({1, 1, dim, 2, DType::f32, true, {6}}, 1);
+        ones(problem.shape, problem.keys);
+        ones(problem.shape, problem.q);
+        std::fill(problem.q_numbers.begin(), problem.q_numbers.end(), 1.0);
+        for (const KernelTable* const* table = available_kernels(); *table; ++table) {
+            tally().where = std::string((*table)->name) + " limits " + problem.shape.text();
+            Layer layer(problem.shape, problem.segment_pages);
+            write_tokens(problem, layer);
+            test_seal(**table, problem, layer, 1);
+            const Scoring scoring{1.0f, Group::mean, 0, 0};
+            check_scores(problem, layer, scoring, estimate(**table, problem, layer, scoring, 1));
+        }
+    }
+    for (const int64_t page_size : {65536, 65540, 70000}) {
+        Problem problem({1, 1, 64, page_size, DType::bf16, true, {page_size + 1}}, 1);
+        // The same weight for every token, and codes of 255 but for one channel.
+        std::fill(problem.keys.begin(), problem.keys.end(), 0);
+        std::fill(problem.key_of[0].begin(), problem.key_of[0].end(), 0.0);
+        ones(problem.shape, problem.values);
+        for (size_t t = 0; t < problem.values.size(); t += static_cast<size_t>(problem.shape.row_bytes()))
+            write_number(problem.shape.dtype, 0, problem.values.data() + t);
+        for (size_t i = 0; i < problem.value_of[0].size(); ++i) problem.value_of[0][i] = i % 64 ? 1.0 : 0.0;
+        const Softmax softmax{problem.scale, 0, nullptr};
+        for (const KernelTable* const* table = available_kernels(); *table; ++table) {
+            tally().where = std::string((*table)->name) + " limits " + problem.shape.text() + " coded";
+            const Coded coded(**table, problem, 1);
+            test_attend(**table, coded.problem, coded.layer, nullptr, softmax,
+                        expected_output(coded.problem, nullptr, softmax));
+        }
+    }
+}
+
 void test_shape(const Shape& shape, unsigned seed) {
     const Problem problem(shape, seed);
     std::vector<float> sinks(static_cast<size_t>(shape.heads()));
@@ -263,11 +303,16 @@ void test_all() {
             for (const bool int8_boxes : {true, false})
                 test_shape({s.kv_heads, s.group, s.head_dim, s.page_size, dtype, int8_boxes, s.lengths}, seed++);
     for (const KernelTable* const* table = available_kernels(); *table; ++table) test_select(**table, seed++);
+    test_limits();
     test_linear_shapes();
+    test_failures();
 }
 
 }  // namespace
 }  // namespace questkv::tests
+
+// Where there is no memory malloc says so, under AddressSanitizer too.
+extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
 
 int main(int argc, char** argv) {
     using questkv::tests::tally;

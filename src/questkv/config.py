@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +21,9 @@ KV_DTYPES = ("model", "int8")
 # Behind "auto", best first; the Triton backend is for GPUs.
 BACKENDS = ("auto", "native", "triton", "reference")
 OFFLOADS = ("none", "host")
+# A few lines of YAML can name a value whose full text fills the memory.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 2, 80, 80
 # Pages of the spans whose pages are scored, as a multiple of the pages that are selected.
 SPAN_SHARE = 4
 
@@ -191,6 +195,8 @@ class QuestConfig:
             values = parse(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"[QuestConfig] {path}: expected a readable file, got {error}") from error
+        except RecursionError:
+            raise ConfigError(f"[QuestConfig] {path}: expected one mapping of fields, got too many levels") from None
         except ValueError as error:
             raise ConfigError(f"[QuestConfig] {path}: expected {path.suffix[1:].upper()}, got {error}") from error
         if not isinstance(values, dict):
@@ -209,7 +215,7 @@ class QuestConfig:
 
 
 def _error(name: str, expected: str, value: object) -> ConfigError:
-    return ConfigError(f"[QuestConfig] {name}: expected {expected}, got {value!r}")
+    return ConfigError(f"[QuestConfig] {name}: expected {expected}, got {_SHORT.repr(value)}")
 
 
 def _check_int(name: str, value: object, *, at_least: int) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def environment(backend: str) -> dict[str, Any]:
+def environment(backend: str, device: torch.device | None = None) -> dict[str, Any]:
     """Versions and machine, for saving beside a result.
 
     Args:
-        backend: The one that was asked for; ``auto`` is what it is on the CPU.
+        backend: The one that was asked for.
+        device: Where the model was, which says what ``auto`` is; None for the CPU.
     """
     import torch
     import transformers
@@ -23,7 +27,7 @@ def environment(backend: str) -> dict[str, Any]:
     from questkv.kernels import native
     from questkv.kernels.dispatch import automatic
 
-    used = automatic(torch.device("cpu")) if backend == "auto" else backend
+    used = automatic(device or torch.device("cpu")) if backend == "auto" else backend
     return {
         "questkv": __version__,
         "torch": torch.__version__,

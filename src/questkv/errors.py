@@ -13,7 +13,7 @@ class QuestKVError(Exception):
 
 
 class ConfigError(QuestKVError, ValueError):
-    """A `QuestConfig` field is unknown or holds an impossible value."""
+    """A `QuestConfig` field, or an environment variable, is unknown or holds an impossible value."""
 
 
 class PoolFullError(QuestKVError, MemoryError):
@@ -45,3 +45,7 @@ class DocumentError(QuestKVError, OSError):
 
 class ResultsError(QuestKVError, OSError):
     """A folder of evaluation results can't be read, written or continued."""
+
+
+class OutputError(QuestKVError, OSError):
+    """A result can't be written where it was asked for."""

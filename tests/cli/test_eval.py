@@ -124,7 +124,7 @@ def test_needle_and_perplexity_read_a_document(run: Run, tiny_model: str, docume
         (["passkey", "--page-size", "0"], 2, "--page-size: expected an int >= 1, got 0"),
         (["passkey", "--json", "/nowhere/rows.json"], 1, "--json /nowhere/rows.json: there is no folder"),
         (["passkey", "--markdown", "/nowhere/t.md"], 1, "--markdown /nowhere/t.md: there is no folder"),
-        (["passkey", "--markdown", "-"], 2, "--markdown and --plot: expected a file, got -"),
+        (["passkey", "--markdown", "-"], 2, "--markdown: expected a file, got -"),
         (["passkey", "--plot", "/nowhere/f.png"], 1, "--plot /nowhere/f.png: there is no folder"),
         (["passkey", "--plot", "figure.gif"], 2, "expected a file that ends in .png or .svg"),
         (["passkey", "--output", "/dev/null/out"], 1, "results /dev/null/out: Not a directory"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from questkv.errors import ConfigError, ResultsError
-from questkv.evaluate.results import Results, folder_name, prepare_folder, read_results
+from questkv.evaluate.results import Results, check_rows, folder_name, prepare_folder, read_results
 
 RUN: dict[str, Any] = {
     "task": "passkey",
@@ -117,6 +117,121 @@ def test_a_full_disk_keeps_the_rows_before(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
         results.add(row("2"))
     assert [found["sample"] for found in read_results(tmp_path)[1]] == ["0", "2"]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        ({"run.json": b"make run\n"}, "run.json: was not written by questkv eval"),
+        ({"run.json": b'{"name": "mine"}'}, "run.json: was not written by questkv eval"),
+        ({"run.json": b"[" * 100_000}, "run.json: was not written by questkv eval"),
+        ({"run.json": b"[]", "rows.jsonl": b'{"a": 1}\n'}, "run.json: was not written by questkv eval"),
+        ({"rows.jsonl": b"my only copy"}, "got one with rows.jsonl"),
+        ({"rows.jsonl": b'{"sample": "0"}\n'}, "got one with rows.jsonl"),
+        ({"rows.jsonl": b"", "thesis.txt": b"words"}, "got one with rows.jsonl"),
+        ({"thesis.txt": b"words"}, "got one with thesis.txt; choose another --output"),
+        ({".hidden": b"words"}, "got one with .hidden"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
+    tmp_path: Path, held: dict[str, bytes], says: str
+) -> None:
+    for name, raw in held.items():
+        (tmp_path / name).write_bytes(raw)
+    for resume in (False, True):
+        with pytest.raises(ResultsError) as refused, Results.open(tmp_path, RUN, resume=resume):
+            pass
+        assert says in str(refused.value)
+        with pytest.raises(ResultsError) as unprepared:
+            prepare_folder(tmp_path)
+        assert says in str(unprepared.value)
+        assert content(tmp_path) == held
+
+
+def test_what_a_run_leaves_that_was_killed_as_it_began_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / ".questkv-partial-abc").write_bytes(b'{"task"')
+    fill(tmp_path, "0")
+    assert read_results(tmp_path)[1] == [row("0")]
+
+
+def test_other_files_beside_a_runs_results_are_nobodys_business(tmp_path: Path) -> None:
+    fill(tmp_path, "0")
+    (tmp_path / "table.md").write_text("a table", encoding="utf-8")
+    fill(tmp_path, "1")
+    assert [found["sample"] for found in read_results(tmp_path)[1]] == ["0", "1"]
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") == "a table"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"sample": "1", "method": "full", "budget": None},
+        {"sample": "1", "method": "full", "score": 1.0},
+        {"sample": 1, "method": "full", "budget": None, "score": 1.0},
+        {"sample": ["1"], "method": "full", "budget": None, "score": 1.0},
+        {"sample": "1", "method": {}, "budget": None, "score": 1.0},
+        {"sample": "1", "method": "full", "budget": "64", "score": 1.0},
+        {"sample": "1", "method": "full", "budget": True, "score": 1.0},
+        {"sample": "1", "method": "full", "budget": None, "score": "1"},
+        {"sample": "1", "method": "full", "budget": None, "score": None},
+        ["1", "full", None, 1.0],
+        "1",
+        None,
+    ],
+)
+def test_an_incomplete_row_is_named(tmp_path: Path, line: Any) -> None:
+    fill(tmp_path, "0")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(rows.read_bytes() + json.dumps(line).encode() + b"\n" + json.dumps(row("2")).encode() + b"\n")
+    before = content(tmp_path)
+    with pytest.raises(ResultsError, match="line 2 is no row; the file was changed"):
+        read_results(tmp_path)
+    with pytest.raises(ResultsError, match="line 2 is no row"), Results.open(tmp_path, RUN, resume=True):
+        pass
+    assert content(tmp_path) == before
+
+
+def test_a_repeated_row_is_not_counted_twice(tmp_path: Path) -> None:
+    fill(tmp_path, "0", "1")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(rows.read_bytes() + json.dumps({**row("0"), "score": 0.0}).encode() + b"\n")
+    says = r"line 3 repeats line 1 \(sample 0, method full, budget None\)"
+    with pytest.raises(ResultsError, match=says):
+        read_results(tmp_path)
+    with pytest.raises(ResultsError, match=says), Results.open(tmp_path, RUN, resume=True):
+        pass
+
+
+def test_rows_of_another_plan_or_without_what_its_tables_need_are_named(tmp_path: Path) -> None:
+    def fields(budget: int | None) -> tuple[str, ...]:
+        return ("length",) if budget is None else ("length", "nll")
+
+    runs: list[tuple[str, int | None]] = [("full", None), ("quest", 64)]
+    good = [{**row("0"), "length": 5}, {**row("0", "quest", 64), "length": 5, "nll": [1.0]}]
+    check_rows(good, tmp_path, ["0"], runs, fields)
+    for bad, says in (
+        ({**row("9"), "length": 5}, r"line 3 is no row of this run \(sample 9, method full, budget None\)"),
+        (
+            {**row("0", "quest", 128), "length": 5},
+            r"line 3 is no row of this run \(sample 0, method quest, budget 128\)",
+        ),
+        (row("0"), "line 3 lacks length"),
+        (row("0", "quest", 64), "line 3 lacks length, nll"),
+    ):
+        with pytest.raises(ResultsError, match=says):
+            check_rows([*good, bad], tmp_path, ["0"], runs, fields)
+
+
+def test_a_name_that_is_no_text_can_be_kept(tmp_path: Path) -> None:
+    run = {**RUN, "settings": {"text": {"name": "a\udcff.txt"}}}
+    with Results.open(tmp_path, run, resume=False) as results:
+        results.add(row("a\udcff"))
+    assert read_results(tmp_path) == (json.loads(json.dumps(run)), [row("a\udcff")])
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from questkv import QuestConfig
 from questkv.errors import ConfigError, ResultsError
 from questkv.evaluate import runner
 from questkv.evaluate.passkey import Passkey
 from questkv.evaluate.plan import Plan
+from questkv.evaluate.recall import Recall, describe_recall
 from questkv.evaluate.results import Results
+from questkv.evaluate.text import Text
+from questkv.kernels import dispatch
 from questkv.models import LoadedModel
 from questkv.policies import Quest
 
@@ -49,6 +54,18 @@ def run(loaded: LoadedModel, folder: Path, chosen: Plan, on_progress: Callable[[
 
 def ignore(share: float, what: str) -> None:
     pass
+
+
+def test_what_is_saved_names_the_backend_that_the_models_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    loaded: Any = SimpleNamespace(model=SimpleNamespace(dtype=torch.float32, device=torch.device("cuda", 0)))
+    saved = [
+        runner.describe(TASK, plan("quest"), loaded, {"name": "tiny"}),
+        describe_recall(
+            Recall(text=Text("lamp.txt", "A lamp."), lengths=(8,), budgets=(128,)), loaded, {"name": "tiny"}
+        ),
+    ]
+    assert [described["environment"]["backend"] for described in saved] == ["triton", "triton"]
 
 
 def test_every_method_and_budget_runs_behind_one_prefill(

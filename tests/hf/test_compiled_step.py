@@ -53,6 +53,16 @@ def test_generate_gives_the_uncompiled_tokens_from_one_graph(name: str) -> None:
     assert cache.report().share_read < 1
 
 
+@pytest.mark.parametrize("name", ["llama-longrope", "phi3-longrope"])
+def test_rotary_frequencies_change_in_a_graph_where_the_sequence_outgrows_its_original_context(name: str) -> None:
+    ids = tokens(1, 140)
+    expected = greedy(build(name, "sdpa"), ids, 20)
+    model = build(name, "sdpa")
+    with attach(model, QuestConfig(token_budget=1.0, page_size=4), compile=True):
+        assert torch.equal(greedy(model, ids, 20), expected)
+    assert graphs() == 1
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_graph_serves_every_cache_and_gradient_mode(mode: Any) -> None:
     model, ids = pair("llama").quest, tokens(1, 60)

@@ -82,14 +82,14 @@ class Passkeys:
         self.cases: list[tuple[QuestCache, Sample]] = []
         last = QuestCache(loaded.model.config, QuestConfig(kv_dtype=kv_dtype))
         with attach(loaded.model):
-            prefill(loaded.model, last, torch.tensor([samples[-1].ids]), sparse_prefill=64)
+            prefill(loaded.model, last, torch.tensor([samples[-1].ids]))
             for sample in samples:
                 differs = (a != b for a, b in zip(sample.ids, samples[-1].ids, strict=True))
                 shared = next((place for place, differ in enumerate(differs) if differ), len(sample.ids))
                 cache = last.fork()
                 cache.crop(shared - cache.get_seq_length())
                 if shared < len(sample.ids):
-                    prefill(loaded.model, cache, torch.tensor([sample.ids[shared:]]), sparse_prefill=64)
+                    prefill(loaded.model, cache, torch.tensor([sample.ids[shared:]]))
                 self.cases.append((cache, sample))
 
 
@@ -119,7 +119,7 @@ def test_perplexity_over_pages_in_eight_bits_is_within_half_a_percent(smollm2: L
     for kv_dtype in ("model", "int8"):
         cache = QuestCache(smollm2.model.config, QuestConfig(token_budget=1.0, kv_dtype=kv_dtype))
         with attach(smollm2.model):
-            prefill(smollm2.model, cache, ids[:, :1372], sparse_prefill=64)
+            prefill(smollm2.model, cache, ids[:, :1372])
             loss = 0.0
             for i in range(1372, 1499):
                 logits = smollm2.model(ids[:, i : i + 1], cache=cache, use_cache=True).logits[0, -1]

@@ -32,6 +32,14 @@ _SMALL = {
     "pad_token_id": 0,
 }
 _FULL, _LOCAL = "full_attention", "sliding_attention"
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 150,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [2.0, 3.0, 5.0, 8.0],
+}
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-mha": ("LlamaConfig", {"num_key_value_heads": 6}),
@@ -77,13 +85,39 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "block_auto_adjust_ff_dim": False,
         },
     ),
+    # Other rotary frequencies where a sequence is longer than 150 tokens.
+    "llama-dynamic": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 150,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "llama-longrope": ("LlamaConfig", {"rope_parameters": _LONGROPE}),
+    # The same, and all layers have a window that holds the whole context, as in Phi-3 of 128K.
+    "phi3-longrope": (
+        "Phi3Config",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 150, "sliding_window": 1000},
+    ),
+    "phimoe-longrope": (
+        "PhimoeConfig",
+        {
+            "rope_parameters": _LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.5},
+            "original_max_position_embeddings": 150,
+            "sliding_window": None,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+        },
+    ),
     # Its first layer is replaced by one with other KV heads (see `build`).
     "llama-mixed": ("LlamaConfig", {}),
 }
 # What transformers has no SDPA for is compared with its eager attention.
 _EAGER = ("gemma2", "gpt-oss")
-# Every model that can be paged, but for one with layers that hold a state in place of keys.
-NAMES = tuple(name for name in _CONFIGS if name not in ("mistral-window", "lfm2"))
+# Models whose rotary frequencies depend on the sequence's length.
+BY_LENGTH = ("llama-dynamic", "llama-longrope", "phi3-longrope", "phimoe-longrope")
+# Every other model that can be paged, but for one with layers that hold a state in place of keys.
+NAMES = tuple(name for name in _CONFIGS if name not in ("mistral-window", "lfm2", *BY_LENGTH))
 HYBRID = ("gemma3", "gemma2", "gpt-oss")
 
 
@@ -109,6 +143,8 @@ def build(name: str, attention: str, seed: int = 0, **overrides: Any) -> Any:
             first._attn_implementation = attention
             model.model.layers[0].self_attn = LlamaAttention(first, layer_idx=0)
             model.init_weights()
+        if name == "phimoe-longrope":
+            model.set_experts_implementation("eager")  # the others don't take float64
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("sinks"):

@@ -45,6 +45,22 @@ def test_every_layer_gets_what_decode_gives(every_backend):
             assert torch.equal(one.boxes, other.boxes)
 
 
+def test_pages_that_have_grown_since_the_step_was_made_are_taken():
+    """A fork in another thread may make the pool grow between two layers."""
+    case = build_case(3, SHAPE, [37, 22], poison=0.0)
+    slots = torch.tensor([case.tables[row][n] * 4 + (case.lengths[row] - 1) % 4 for row, n in enumerate(case.sealed)])
+    first, second = layers(2)
+    step = DecodeStep(first, case.page_table, case.lengths, slots, torch.tensor([], dtype=torch.int64), None)
+    q, keys, values, few = torch.randn(2, 6, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 16), torch.tensor([4, 3])
+    expected = step.decode(q, second, few, keys, values, **RULE)
+    grown = Pages((*second.segments, *first.segments))
+    assert torch.equal(step.decode(q, grown, few, keys, values, **RULE), expected)
+    with pytest.raises(ValueError, match=r"^\[decode\] pages: expected the layout"):
+        DecodeStep(grown, case.page_table, case.lengths, slots, slots[:0], None).decode(
+            q, second, few, keys, values, **RULE
+        )
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -22,8 +22,8 @@ import torch
 from hypothesis import given
 
 from kernels.cases import Case, Shape, build_case, case_arguments
-from questkv.errors import MissingPackageError
-from questkv.kernels import Pages, PageSegment, available_backends, decode, dense, native, seal
+from questkv.errors import ConfigError, MissingPackageError
+from questkv.kernels import Pages, PageSegment, available_backends, decode, dense, linear, native, seal
 from questkv.kernels.native import module, operators
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="the compiled module isn't built")
@@ -66,9 +66,46 @@ def test_an_unknown_instruction_set_is_refused_with_the_names_there_are(name, mo
     case = build_case(0, Shape(), [7])
     with pytest.raises(ValueError, match=r"^\[native\] QUESTKV_ISA: expected one of .*plain, got ") as caught:
         dense(*case.args, scale=1.0, backend="native")
-    assert str(caught.value).endswith(f"got {name}")
+    assert str(caught.value).endswith(f"got {name!r}")
     with pytest.raises(ValueError, match=r"^\[native\] QUESTKV_ISA: expected one of .*plain, got "):
         module.load().seal(name, operators._layer(case.pages), torch.tensor([0]), None, 1)
+
+
+def test_an_unknown_instruction_set_is_said_when_the_module_is_loaded(monkeypatch):
+    monkeypatch.setenv("QUESTKV_ISA", "sse9")
+    module.load.cache_clear()
+    with pytest.raises(ConfigError, match=r"^\[native\] QUESTKV_ISA: expected one of .*plain, got 'sse9'$"):
+        module.load()
+    monkeypatch.setenv("QUESTKV_ISA", "plain")
+    assert module.load() is module.load()
+
+
+@pytest.mark.parametrize("whose", ["libgomp", "own", "auto"])
+def test_whose_threads_they_are_changes_no_bit(whose, monkeypatch):
+    case, few = build_case(0, Shape(page_size=3), [140, 331]), torch.tensor([5, 40])
+    x, weight = torch.randn(2, 96), torch.randn(600, 96)
+    expected = decode(*case.args, few, scale=1.0, backend="native"), linear(x, weight, backend="native")
+    monkeypatch.setenv("QUESTKV_THREADS", whose)
+    module.load.cache_clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(50):
+            assert torch.equal(decode(*case.args, few, scale=1.0, backend="native"), expected[0])
+            for _ in range(3):
+                assert torch.equal(linear(x, weight, backend="native"), expected[1])
+    finally:
+        torch.set_num_threads(threads)
+        module.load().use_threads("libgomp")
+
+
+def test_an_unknown_choice_of_threads_is_refused_with_the_choices(monkeypatch):
+    monkeypatch.setenv("QUESTKV_THREADS", "mine")
+    module.load.cache_clear()
+    with pytest.raises(
+        ConfigError, match=r"^\[native\] QUESTKV_THREADS: expected one of libgomp, own, auto, got 'mine'$"
+    ):
+        module.load()
 
 
 def test_every_instruction_set_can_be_forced(monkeypatch):
@@ -223,7 +260,7 @@ def test_the_stub_names_what_the_module_has_and_what_the_operators_pass():
     arguments[layer.name] = [a.arg for a in init.args.args[1:]]
     assert set(arguments) == {name for name in vars(compiled) if not name.startswith("_")}
     assert {name: len(passed) for name, passed in _calls(operators).items()} == {
-        name: len(taken) for name, taken in arguments.items() if name != "instruction_sets"
+        name: len(taken) for name, taken in arguments.items() if name not in ("instruction_sets", "use_threads")
     }
     for name in ("append", "seal", "estimate", "select", "attend", "decode"):
         assert arguments[name][0] == "isa"

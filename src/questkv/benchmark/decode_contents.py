@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from questkv.errors import UnsupportedError
 from questkv.hf.prefill import cache_argument, chunks
+from questkv.hf.rotary import read_as
 
 # Contexts up to this length are prefilled as they are.
 BLOCK_TOKENS = 2048
@@ -65,7 +66,8 @@ def make_contents(
         for start, stop in chunks(end - first):
             here = slice(first + start, first + stop)
             positions = torch.arange(here.start, here.stop, device=model.device)[None]
-            forward(input_ids=tokens[:, here], position_ids=positions, **{cache_argument(model): cache})
+            with read_as(model, len(ids)):
+                forward(input_ids=tokens[:, here], position_ids=positions, **{cache_argument(model): cache})
             if on_progress is not None:
                 on_progress(here.stop)
         if not layers:

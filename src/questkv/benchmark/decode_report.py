@@ -8,6 +8,7 @@ from rich.table import Table
 
 from questkv.benchmark.attention import DENSE, SPARSE
 from questkv.benchmark.decode import Row, summarise
+from questkv.benchmark.report import save_figure
 
 
 def decode_table(rows: Sequence[Row], title: str) -> Table:
@@ -67,5 +68,5 @@ def plot_decode(rows: Sequence[Row], path: str, title: str) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3, axis="y")
         axes.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     pyplot.close(figure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +37,7 @@ class ModelPlan:
         rope_factor: Likewise.
         text: What the model reads; None for Python's documentation.
         memory: Whether peak memory is measured.
+        trust_remote_code: As for `load_model`.
     """
 
     model: str
@@ -46,6 +47,7 @@ class ModelPlan:
     rope_factor: float
     text: str | None
     memory: bool
+    trust_remote_code: bool = field(default=False, kw_only=True)
 
     def load(self, weights: str = MODEL_WEIGHTS) -> LoadedModel:
         """The model with transformers' own attention, on the CPU.
@@ -60,6 +62,7 @@ class ModelPlan:
             attention="sdpa",
             device="cpu",
             weights=weights,
+            trust_remote_code=self.trust_remote_code,
         )
 
     def subject(self, name: str, **work: Any) -> Subject:
@@ -83,6 +86,7 @@ class ModelPlan:
             weights=weights or MODEL_WEIGHTS,
             config=config.to_dict(),
             threads=torch.get_num_threads(),
+            trust_remote_code=self.trust_remote_code,
             **work,
         )
 

@@ -43,6 +43,7 @@ class Subject:
         block: Tokens a block of llama.cpp's contexts; None for the whole context.
         compiled: Whether our steps run as graphs of torch.compile.
         chunk: Tokens of our forwards where a prompt is read; None where tokens are decoded behind it.
+        trust_remote_code: As for `load_model`.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Subject:
     block: int | None = None
     compiled: bool = False
     chunk: int | None = None
+    trust_remote_code: bool = False
 
 
 def is_possible() -> bool:
@@ -114,7 +116,11 @@ def _model(subject: Subject) -> dict[int, float]:
 
     ours, config = subject.kind == "questkv", QuestConfig.from_dict(subject.config)
     model = load_model(
-        subject.model, dtype=subject.dtype, rope_factor=subject.rope_factor, weights=subject.weights
+        subject.model,
+        dtype=subject.dtype,
+        rope_factor=subject.rope_factor,
+        weights=subject.weights,
+        trust_remote_code=subject.trust_remote_code,
     ).model
     if ours:
         make_linear_fast(model)

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from questkv.benchmark.attention import DENSE
 from questkv.benchmark.prefill import Row, summarise
+from questkv.benchmark.report import save_figure
 
 
 def prefill_table(rows: Sequence[Row], title: str) -> Table:
@@ -58,5 +59,5 @@ def plot_prefill(rows: Sequence[Row], path: str, title: str) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     left.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     pyplot.close(figure)

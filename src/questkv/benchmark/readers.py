@@ -35,7 +35,6 @@ class ModelReader:
         attention: Its attention implementation here.
         new_cache: Makes its cache here.
         chunk: Tokens a forward; None for one forward over all.
-        sparse_prefill: As for `prefill`.
     """
 
     def __init__(
@@ -46,38 +45,23 @@ class ModelReader:
         new_cache: Callable[[], Any],
         *,
         chunk: int | None = None,
-        sparse_prefill: int = 0,
     ) -> None:
         self.name = name
         self.model = model
         self.attention = attention
         self.new_cache = new_cache
         self.chunk = chunk
-        self.sparse_prefill = sparse_prefill
 
     def read(self, ids: Sequence[int]) -> torch.Tensor:
         """Read a prompt and forget what was read before; returns the next token's logits, [vocabulary]."""
         self.model.set_attn_implementation(self.attention)  # another reader may have changed it
         tokens = torch.tensor([list(ids)], device=self.model.device)
-        return prefill(
-            self.model,
-            self.new_cache(),
-            tokens,
-            chunk_tokens=self.chunk or len(ids),
-            sparse_prefill=self.sparse_prefill,
-        )[0]
+        return prefill(self.model, self.new_cache(), tokens, chunk_tokens=self.chunk or len(ids))[0]
 
 
 def quest_reader(name: str, model: Any, config: QuestConfig, chunk: int) -> ModelReader:
     """Ours, as `questkv ask` reads a document: in chunks, into pages."""
-    return ModelReader(
-        name,
-        model,
-        "questkv",
-        lambda: QuestCache(model.config, config),
-        chunk=chunk,
-        sparse_prefill=config.sparse_prefill,
-    )
+    return ModelReader(name, model, "questkv", lambda: QuestCache(model.config, config), chunk=chunk)
 
 
 def sdpa_reader(name: str, model: Any) -> ModelReader:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from questkv.benchmark.attention import DENSE, DENSE_MODEL, PARTS, SPARSE, SPARSE_MODEL, Row, is_memory
-from questkv.errors import MissingPackageError
+from questkv.errors import ConfigError, MissingPackageError
+from questkv.files import write_whole
 
+_FORMATS = (".png", ".svg", ".pdf")
 _STYLES = {SPARSE: "o-", DENSE: "s-", SPARSE_MODEL: "o:", DENSE_MODEL: "s:"}
 
 
@@ -43,12 +48,15 @@ def _milliseconds(value: float) -> str:
     return f"{value:.3f}" if value >= 0.1 else f"{value:.4f}"
 
 
-def require_matplotlib() -> None:
+def require_figure(path: str) -> None:
     """Fail before the measurement, not after it.
 
     Raises:
+        ConfigError: The file's name ends in another format.
         MissingPackageError: matplotlib is not installed.
     """
+    if Path(path).suffix.lower() not in _FORMATS:
+        raise ConfigError(f"[bench] --plot: expected a file that ends in {', '.join(_FORMATS)}, got {path}")
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackageError("[bench] --plot: expected matplotlib; install it: pip install matplotlib")
 
@@ -76,5 +84,16 @@ def plot_attention(rows: Sequence[Row], path: str, title: str) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     left.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     pyplot.close(figure)
+
+
+def save_figure(figure: Any, path: str) -> None:
+    """Save a figure in the format that its file's name ends in, whole or not at all.
+
+    Raises:
+        OutputError: It can't be written.
+    """
+    picture = io.BytesIO()
+    figure.savefig(picture, format=Path(path).suffix[1:].lower(), dpi=150)
+    write_whole(path, picture.getvalue(), "--plot")

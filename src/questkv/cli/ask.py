@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from questkv.cli import options, output
+from questkv.cli import options, output, streams, text
 from questkv.cli.document import read_document
 from questkv.cli.failures import one_line_failures
 from questkv.cli.opening import Opening
+from questkv.cli.targets import check_targets
 
 
 def ask(
@@ -35,6 +35,7 @@ def ask(
     weights: options.Weights = "model",
     threads: options.Threads = None,
     compile: options.Compile = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json_target: Annotated[
         str | None,
         typer.Option(
@@ -52,14 +53,18 @@ def ask(
     """
     with one_line_failures():
         config = options.quest_config(budget, page_size, dense, kv_dtype, span_pages, offload)
-        output.check_writable(json_target)
-        text = read_document(document)
+        check_targets({"--json": json_target}, model=model, inputs={"the document": document})
+        text.check_argument("QUESTION", question)
+        text.check_argument("--answer-prefix", answer_prefix)
         if not question.strip():
             raise typer.BadParameter("the question is empty")
-        opening = Opening(model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile)
+        content = read_document(document)
+        opening = Opening(
+            model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile, trust_remote_code
+        )
         session = opening.load()
         asked = session.prompter.question(question, answer_prefix)
-        opening.read(session, document, text, len(asked))
+        opening.read(session, document, content, len(asked))
         only_json = json_target == output.STDOUT
         answer = session.answer(
             asked,
@@ -69,8 +74,7 @@ def ask(
             temperature=temperature,
         )
         if not only_json:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            streams.write("\n")
         output.note(answer.summary())
         if json_target is not None:
             output.write_json(json_target, answer.as_json(config))

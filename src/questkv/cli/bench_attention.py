@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from questkv.cli.failures import one_line_failures
-from questkv.cli.options import DEFAULTS, SpanPages, Threads, parse_contexts
-from questkv.cli.output import STDOUT, check_writable, quiet_libraries, token_progress, write_json
+from questkv.cli.options import DEFAULTS, SpanPages, Threads, named_by_options, parse_contexts, parse_finite
+from questkv.cli.output import STDOUT, print_out, quiet_libraries, token_progress, write_json
+from questkv.cli.targets import check_targets
 from questkv.config import GROUP_RULES, KV_DTYPES, QuestConfig
 from questkv.errors import ConfigError
 
@@ -43,7 +45,9 @@ def attention(
         ),
     ] = DEFAULTS.kv_dtype,
     backend: Annotated[str, typer.Option(help="auto, native, triton or reference.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time to spend at each context.")] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=3600, callback=parse_finite, help="Time to spend at each context.")
+    ] = 20.0,
     flex: Annotated[bool, typer.Option("--flex", help="Time flex_attention too; compiling it takes long.")] = False,
     threads: Threads = None,
     json: Annotated[str | None, typer.Option(metavar="FILE|-", help="Write the rows as JSON.")] = None,
@@ -59,20 +63,19 @@ def attention(
     if preset not in _PRESETS:
         raise typer.BadParameter(f"--preset: expected one of {', '.join(_PRESETS)}")
     contexts = parse_contexts(context)
-    check_writable(json)
-    check_writable(plot, "--plot")
-    config = QuestConfig(
-        token_budget=budget,
-        page_size=page_size,
-        optimism=optimism,
-        group=group,
-        span_pages=span_pages,
-        kv_dtype=kv_dtype,
-        backend=backend,
-    )
+    check_targets({"--json": json, "--plot": plot})
+    with named_by_options(token_budget="--budget"):
+        config = QuestConfig(
+            token_budget=budget,
+            page_size=page_size,
+            optimism=optimism,
+            group=group,
+            span_pages=span_pages,
+            kv_dtype=kv_dtype,
+            backend=backend,
+        )
     quiet_libraries()
     import torch
-    from rich.console import Console
 
     from questkv.benchmark import report
     from questkv.benchmark.attention import Attention, as_json, summarise
@@ -80,7 +83,7 @@ def attention(
     from questkv.environment import environment
 
     if plot is not None:
-        report.require_matplotlib()
+        report.require_figure(plot)
     if threads is not None:
         torch.set_num_threads(threads)
     chosen = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -106,25 +109,26 @@ def attention(
     if span_pages:
         title += f", spans of {span_pages} pages"
     if json != STDOUT:
-        console = Console()
-        console.print(report.attention_table(rows, title))
-        for line in summary:
-            console.print(
-                f"{line['context']:,} tokens: sparse {line['speedup_over_dense']:.2f}x over our dense, "
-                f"{line['speedup_over_best_peer']:.2f}x over {line['best_peer']}; dense reads at "
-                f"{line['bandwidth_share']:.0%} of the memory's speed",
-                highlight=False,
-            )
-            if config.kv_dtype == "int8":
-                console.print(
-                    f"  pages in eight bits: sparse {line['speedup_over_sparse_model']:.2f}x over sparse in {dtype}, "
-                    f"dense {line['dense_speedup_over_dense_model']:.2f}x over dense in {dtype}, sparse "
-                    f"{line['speedup_over_dense_model']:.2f}x over dense in {dtype}",
-                    highlight=False,
-                )
+        print_out(report.attention_table(rows, title), *_lines(summary, config.kv_dtype, dtype))
     if json is not None:
         last = {key: value for key, value in summary[-1].items() if key not in ("context", "best_peer")}
         values = {"rows": as_json(rows), **last, "by_context": summary, "config": config.to_dict()}
         write_json(json, {**values, "shape": vars(shape), "environment": environment(backend)})
     if plot is not None:
         report.plot_attention(rows, plot, title)
+
+
+def _lines(summary: list[dict[str, Any]], kv_dtype: str, dtype: str) -> Iterator[str]:
+    """What the table amounts to, context by context."""
+    for line in summary:
+        yield (
+            f"{line['context']:,} tokens: sparse {line['speedup_over_dense']:.2f}x over our dense, "
+            f"{line['speedup_over_best_peer']:.2f}x over {line['best_peer']}; dense reads at "
+            f"{line['bandwidth_share']:.0%} of the memory's speed"
+        )
+        if kv_dtype == "int8":
+            yield (
+                f"  pages in eight bits: sparse {line['speedup_over_sparse_model']:.2f}x over sparse in {dtype}, "
+                f"dense {line['dense_speedup_over_dense_model']:.2f}x over dense in {dtype}, sparse "
+                f"{line['speedup_over_dense_model']:.2f}x over dense in {dtype}"
+            )

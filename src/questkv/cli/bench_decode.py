@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from questkv.cli import bench_model, options, output
+from questkv.cli.compiled import keep_compiled
 from questkv.cli.document import read_document
 from questkv.cli.failures import one_line_failures
-from questkv.cli.opening import keep_compiled
+from questkv.cli.targets import check_targets
 from questkv.config import QuestConfig
 from questkv.models import find_model
 
@@ -52,6 +53,7 @@ def decode(
     memory: bench_model.Memory = True,
     compile: options.Compile = False,
     threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: bench_model.Json = None,
     plot: bench_model.Plot = None,
 ) -> None:
@@ -63,9 +65,9 @@ def decode(
     time and not quality.
     """
     wanted = sorted(set(options.parse_contexts(contexts)))
-    output.check_writable(json)
-    output.check_writable(plot, "--plot")
-    config = QuestConfig(token_budget=budget, page_size=page_size, kv_dtype=kv_dtype, span_pages=span_pages)
+    check_targets({"--json": json, "--plot": plot}, model=model, inputs={"--text": text})
+    with options.named_by_options(token_budget="--budget"):
+        config = QuestConfig(token_budget=budget, page_size=page_size, kv_dtype=kv_dtype, span_pages=span_pages)
     find_model(model)  # before the slow imports, so that a wrong name fails at once
     read = None if text is None else read_document(text)
     output.quiet_libraries()
@@ -76,7 +78,7 @@ def decode(
     from questkv.benchmark import decode_report, decode_run, report
 
     if plot is not None:
-        report.require_matplotlib()
+        report.require_figure(plot)
     if threads is not None:
         torch.set_num_threads(threads)
     output.quiet_progress_bars()
@@ -91,6 +93,7 @@ def decode(
         block=block,
         text=read,
         memory=memory,
+        trust_remote_code=trust_remote_code,
         compiled=compile,
     )
     results = decode_run.run(plan, output.token_progress)

@@ -59,13 +59,8 @@ def publish(
         json: ``--json``.
         plot: ``--plot``.
     """
-    from rich.console import Console
-
     if json != output.STDOUT:
-        console = Console()
-        console.print(table(results.rows, title))
-        for line in results.notes:
-            console.print(line, highlight=False)
+        output.print_out(table(results.rows, title), *results.notes)
     if json is not None:
         output.write_json(json, results.as_json())
     if plot is not None:

@@ -9,6 +9,7 @@ import typer
 from questkv.cli import bench_model, options, output
 from questkv.cli.document import read_document
 from questkv.cli.failures import one_line_failures
+from questkv.cli.targets import check_targets
 from questkv.config import QuestConfig
 from questkv.models import find_model
 
@@ -48,6 +49,7 @@ def prefill(
     text: bench_model.Text = None,
     memory: bench_model.Memory = True,
     threads: options.Threads = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: bench_model.Json = None,
     plot: bench_model.Plot = None,
 ) -> None:
@@ -58,9 +60,9 @@ def prefill(
     dense, whatever the budget.
     """
     wanted = sorted(set(options.parse_contexts(contexts)))
-    output.check_writable(json)
-    output.check_writable(plot, "--plot")
-    config = QuestConfig(token_budget=1.0, page_size=page_size, kv_dtype=kv_dtype)
+    check_targets({"--json": json, "--plot": plot}, model=model, inputs={"--text": text})
+    with options.named_by_options():
+        config = QuestConfig(token_budget=1.0, page_size=page_size, kv_dtype=kv_dtype)
     find_model(model)  # before the slow imports, so that a wrong name fails at once
     read = None if text is None else read_document(text)
     output.quiet_libraries()
@@ -70,7 +72,7 @@ def prefill(
     from questkv.hf.prefill import CHUNK_TOKENS
 
     if plot is not None:
-        report.require_matplotlib()
+        report.require_figure(plot)
     if threads is not None:
         torch.set_num_threads(threads)
     output.quiet_progress_bars()
@@ -85,6 +87,7 @@ def prefill(
         rounds=rounds,
         text=read,
         memory=memory,
+        trust_remote_code=trust_remote_code,
     )
     results = prefill_run.run(plan, output.token_progress)
     bench_model.publish(results, plan.title, prefill_report.prefill_table, prefill_report.plot_prefill, json, plot)

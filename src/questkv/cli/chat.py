@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from questkv.cli import options, output
+from questkv.cli import options, output, streams, text
 from questkv.cli.document import STDIN, read_document
 from questkv.cli.failures import one_line_failures
 from questkv.cli.opening import Opening
+from questkv.cli.targets import check_targets
 from questkv.errors import DocumentError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def chat(
     weights: options.Weights = "model",
     threads: options.Threads = None,
     compile: options.Compile = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json_target: Annotated[
         str | None,
         typer.Option(
@@ -59,23 +61,25 @@ def chat(
         config = options.quest_config(budget, page_size, dense, kv_dtype, span_pages, offload)
         if document == STDIN:
             raise typer.BadParameter("the questions come from standard input, so the document must be a file")
-        output.check_writable(json_target)
-        text = read_document(document)
-        opening = Opening(model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile)
+        if sys.stdin is None:
+            raise typer.BadParameter("the questions come from standard input, and it is closed")
+        check_targets({"--json": json_target}, model=model, inputs={"the document": document})
+        content = read_document(document)
+        opening = Opening(
+            model, config, dtype, weights, rope_factor, threads, seed, tail, max_new_tokens, compile, trust_remote_code
+        )
         session = opening.load()
         # room for a question, so that the first one doesn't find the context full
-        opening.read(session, document, text, len(session.prompter.question("?")) + _ROOM_FOR_QUESTION)
-        if json_target not in (None, output.STDOUT):
-            open(str(json_target), "w", encoding="utf-8").close()
+        opening.read(session, document, content, len(session.prompter.question("?")) + _ROOM_FOR_QUESTION)
         _converse(session, max_new_tokens, temperature, json_target)
 
 
 def _converse(session: Session, max_new_tokens: int, temperature: float, json_target: str | None) -> None:
     """Answer questions until there are no more."""
-    on_terminal = sys.stdin.isatty()
     only_json = json_target == output.STDOUT
+    lines = None if json_target is None else output.JsonLines(json_target)
     first = True
-    while (question := _next_question(on_terminal)) is not None:
+    while (question := _next_question()) is not None:
         if not question:
             continue
         asked = session.prompter.question(question, first=first)
@@ -96,24 +100,52 @@ def _converse(session: Session, max_new_tokens: int, temperature: float, json_ta
             )
         first = False
         if not only_json:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            streams.write("\n")
         output.note(("stopped; " if stop.asked() else "") + answer.summary())
-        if json_target is not None:
-            values = {"question": question, **answer.as_json(session.config)}
-            output.write_json(json_target, values, indent=None, append=True)
+        if lines is not None:
+            lines.add({"question": question, **answer.as_json(session.config)})
 
 
-def _next_question(on_terminal: bool) -> str | None:
-    """The next line of the input, without its blanks; None at the end."""
-    if on_terminal:
+def _next_question() -> str | None:
+    """The next line of the input, without its blanks; None at the end.
+
+    At a terminal a line that isn't text is asked for again; in a pipe it ends the command, since whoever wrote the
+    lines counts on an answer to each.
+
+    Raises:
+        DocumentError: A line of a pipe isn't valid in the input's encoding.
+    """
+    at_terminal = sys.stdin.isatty()
+    while True:
         try:
-            return input("\n> ").strip()
+            line = _prompted_line() if at_terminal else sys.stdin.buffer.readline().decode(_input_encoding())
+            text.check_valid(line)
         except EOFError:
-            print(file=sys.stderr)
+            streams.say("")
             return None
+        except UnicodeError as error:
+            message = f"the question {text.what_is_invalid(error, _input_encoding())}"
+            if not at_terminal:
+                raise DocumentError(message) from None
+            output.note(f"{message}; it was not asked")
+            continue
+        return line.strip() if line else None
+
+
+def _prompted_line() -> str:
+    """A line that a person types behind ``> ``, which never goes into a file that standard output is sent to."""
+    if sys.stdout.isatty():
+        return input("\n> ") + "\n"
+    if sys.stderr.isatty():
+        print("\n> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
-    return line.strip() if line else None
+    if not line:
+        raise EOFError
+    return line
+
+
+def _input_encoding() -> str:
+    return sys.stdin.encoding or "utf-8"
 
 
 class _OneAnswer:

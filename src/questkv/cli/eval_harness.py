@@ -46,8 +46,9 @@ def harness(
     task.check_known()
     loaded = load(run)
     described = describe(task, plan, loaded, run.described_model())
-    with open_results(run, described) as results:
+    runs = [(entry.method, entry.budget) for entry in plan.entries()]
+    with open_results(run, described, names, runs, task.row_fields) as results:
         with share_progress("harness") as on_progress:
             run_harness(task, loaded, plan, results, on_progress)
-        rows = in_order(results.rows, list(names), [(entry.method, entry.budget) for entry in plan.entries()])
+        rows = in_order(results.rows, list(names), runs)
     publish(as_scored(task, rows), run, rows, described, results.folder, draw_scores)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -13,10 +13,16 @@ import typer
 
 from questkv.cli import options
 from questkv.cli.failures import one_line_failures
-from questkv.cli.output import STDOUT, check_writable
+from questkv.cli.output import STDOUT
+from questkv.cli.targets import check_targets
 from questkv.config import GROUP_RULES, QuestConfig
-from questkv.errors import ConfigError
+from questkv.evaluate.results import ROWS, RUN
+from questkv.files import refuse_inputs
 
+# Options and arguments that name what a task reads.
+_READ = {"document": "the document", "data": "--data", "include_path": "--include-path"}
+# Prompts are made, and checked against the model's context, before the first of them is run.
+MAX_SAMPLES = 10_000
 METHODS = "full,quest,streaming_llm,h2o,tova,snapkv"
 _WHAT, _CACHE, _RESULTS = "What is run", "The cache", "Results"
 
@@ -32,7 +38,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
         counts = tuple(int(part[:-1]) * 1024 if part[-1:] in ("k", "K") else int(part) for part in parts)
     except ValueError:
         counts = ()
-    if not counts or min(counts) < 1:
+    if not counts or min(counts) < 1 or max(counts) > options.MAX_TOKENS:
         raise typer.BadParameter(f"expected token counts such as 64,128 or 4k, got {text!r}")
     if len(set(counts)) < len(counts):
         raise typer.BadParameter(f"expected each count once, got {text!r}")
@@ -64,13 +70,20 @@ class RunOptions:
         str,
         typer.Option(metavar="TOKENS,...", callback=_counts, help="Prompt lengths: 3800,8k.", rich_help_panel=_WHAT),
     ] = "3800"
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts of each length.", rich_help_panel=_WHAT)] = 8
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Start of what is drawn.", rich_help_panel=_WHAT)] = 0
+    samples: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, max=MAX_SAMPLES, help="Prompts of each length.", rich_help_panel=_WHAT),
+    ] = 8
+    seed: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, max=options.MAX_SEED, help="Start of what is drawn.", rich_help_panel=_WHAT),
+    ] = 0
     model: options.Model = options.MODEL
     rope_factor: options.RopeFactor = 1.0
     dtype: options.Dtype = "auto"
     weights: options.Weights = "model"
     threads: options.Threads = None
+    trust_remote_code: options.TrustRemoteCode = False
     optimism: Annotated[
         float, typer.Option(help="Quest: weight of a box's width in the score, in [0, 1].", rich_help_panel=_CACHE)
     ] = options.DEFAULTS.optimism
@@ -133,7 +146,8 @@ class RunOptions:
     def described_model(self) -> dict[str, str | float]:
         """How the model was found, for ``run.json``."""
         light = {} if self.weights == "model" else {"weights": self.weights}
-        return {"name": self.model, "rope_factor": self.rope_factor, **light}
+        trusted: dict[str, str | float] = {"trust_remote_code": True} if self.trust_remote_code else {}
+        return {"name": self.model, "rope_factor": self.rope_factor, **light, **trusted}
 
     def quest(self) -> QuestConfig:
         """Quest's configuration; its budget comes from the plan.
@@ -141,7 +155,7 @@ class RunOptions:
         Raises:
             ConfigError: A value is impossible; the message names the option.
         """
-        try:
+        with options.named_by_options():
             # a whole budget fits any page size; the forced tokens are checked against each budget
             return QuestConfig(
                 token_budget=1.0,
@@ -152,21 +166,23 @@ class RunOptions:
                 span_pages=self.span_pages,
                 offload=self.offload,
             )
-        except ConfigError as error:
-            raise options.by_option(error) from None
 
-    def check_targets(self) -> None:
-        """Refuse files that can't be written.
+    def check_targets(self, inputs: Mapping[str, str | Path | None]) -> None:
+        """Refuse files that can't be written, that are read, or that lie where the results are.
+
+        Args:
+            inputs: What the task reads, by what the message calls it.
 
         Raises:
-            OutputError: One of them.
-            typer.BadParameter: The Markdown has no place.
+            QuestKVError: The first of them.
         """
-        check_writable(self.json)
-        check_writable(self.markdown, "--markdown")
-        check_writable(self.plot, "--plot")
-        if STDOUT in (self.markdown, self.plot):
-            raise typer.BadParameter("--markdown and --plot: expected a file, got -")
+        targets = {"--json": self.json, "--markdown": self.markdown, "--plot": self.plot}
+        check_targets(targets, model=self.model, inputs=inputs)
+        if self.output is not None:
+            for option, target in targets.items():
+                if target not in (None, STDOUT):
+                    refuse_inputs(str(target), option, {f"a file of --output {self.output}": self.output / RUN})
+                    refuse_inputs(str(target), option, {f"a file of --output {self.output}": self.output / ROWS})
 
 
 def shared_options(
@@ -210,6 +226,7 @@ def shared_options(
         @one_line_failures()
         def wrapper(**values: Any) -> None:
             run = RunOptions(**{name: values.pop(name) for name in names})
+            run.check_targets({name: values[option] for option, name in _READ.items() if option in values})
             command(**values, run=run)
 
         wrapper.__signature__ = inspect.Signature(own + shared)  # type: ignore[attr-defined]

@@ -92,29 +92,29 @@ def recall(
     page_sizes = parse_values("--page-size", page_size, int)
     kv_dtypes = parse_values("--kv-dtype", kv_dtype, str)
     text = read_document(document)
-    run.check_targets()
     output.quiet_libraries()
     from questkv.evaluate.recall import Recall
     from questkv.evaluate.text import Text
 
-    base = QuestConfig(
-        token_budget=1.0, optimism=optimisms[0], group=groups[0], page_size=page_sizes[0], kv_dtype=kv_dtypes[0]
-    )
-    task = Recall(
-        text=Text(document, text),
-        lengths=run.length_counts(),
-        budgets=run.budget_counts(),
-        page_sizes=page_sizes,
-        optimisms=optimisms,
-        groups=groups,
-        kv_dtypes=kv_dtypes,
-        span_pages=parse_values("--span-pages", span_pages, int),
-        base=base,
-        windows=run.samples,
-        start=start,
-        steps=steps,
-        share=0.99 if suggest is None else suggest,
-    )
+    with options.named_by_options(token_budget="--budgets"):
+        base = QuestConfig(
+            token_budget=1.0, optimism=optimisms[0], group=groups[0], page_size=page_sizes[0], kv_dtype=kv_dtypes[0]
+        )
+        task = Recall(
+            text=Text(document, text),
+            lengths=run.length_counts(),
+            budgets=run.budget_counts(),
+            page_sizes=page_sizes,
+            optimisms=optimisms,
+            groups=groups,
+            kv_dtypes=kv_dtypes,
+            span_pages=parse_values("--span-pages", span_pages, int),
+            base=base,
+            windows=run.samples,
+            start=start,
+            steps=steps,
+            share=0.99 if suggest is None else suggest,
+        )
     _evaluate(task, run, suggest is not None)
 
 
@@ -129,10 +129,11 @@ def _evaluate(task: Recall, run: RunOptions, with_suggestion: bool) -> None:
     loaded = load(run)
     samples = list_samples(task, loaded)
     described = describe_recall(task, loaded, run.described_model())
-    with open_results(run, described) as results:
+    names = [sample.id for sample in samples]
+    with open_results(run, described, names, task.runs(), task.row_fields) as results:
         with share_progress("recall") as on_progress:
             run_recall(task, loaded, samples, results, on_progress)
-        rows = in_order(results.rows, [sample.id for sample in samples], task.runs())
+        rows = in_order(results.rows, names, task.runs())
     tables = [*recall_report.recall_tables(task, rows), *recall_report.needed_tables(task, rows)]
     if run.json != output.STDOUT:
         print_tables(

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
+from rich.text import Text
 
 from questkv.cli import options, output
 from questkv.cli.eval_options import RunOptions
+from questkv.cli.shown import shown, shown_line
 from questkv.models import find_model
 
 if TYPE_CHECKING:
@@ -46,10 +47,11 @@ def evaluate(task: Task, run: RunOptions, draw: Draw) -> None:
     loaded = load(run)
     samples = runner.list_samples(task, loaded)
     described = runner.describe(task, plan, loaded, run.described_model())
-    with open_results(run, described) as results:
+    names, runs = [sample.id for sample in samples], [(entry.method, entry.budget) for entry in plan.entries()]
+    with open_results(run, described, names, runs, task.row_fields) as results:
         with share_progress(task.name) as on_progress:
             runner.run(task, loaded, plan, samples, results, on_progress)
-        rows = in_order(results.rows, [sample.id for sample in samples], [(e.method, e.budget) for e in plan.entries()])
+        rows = in_order(results.rows, names, runs)
     publish(task, run, rows, described, results.folder, draw)
 
 
@@ -62,7 +64,6 @@ def check_targets(run: RunOptions) -> None:
     from questkv.evaluate.figures import require_figure
     from questkv.evaluate.results import prepare_folder
 
-    run.check_targets()
     if run.plot is not None:
         require_figure(run.plot)
     if run.output is not None:
@@ -70,12 +71,27 @@ def check_targets(run: RunOptions) -> None:
 
 
 @contextlib.contextmanager
-def open_results(run: RunOptions, described: Mapping[str, Any]) -> Iterator[Results]:
-    """The run's results folder; a Ctrl-C inside says how to go on."""
-    from questkv.evaluate.results import Results, folder_name
+def open_results(
+    run: RunOptions,
+    described: Mapping[str, Any],
+    samples: Sequence[str],
+    runs: Sequence[tuple[str, int | None]],
+    fields: Callable[[int | None], tuple[str, ...]],
+) -> Iterator[Results]:
+    """The run's results folder, whose rows are this run's; a Ctrl-C inside says how to go on.
+
+    Args:
+        run: The shared options.
+        described: ``run.json``.
+        samples: Names of the samples.
+        runs: (method, budget) of each row of a sample.
+        fields: What a row of a budget holds: `Task.row_fields`.
+    """
+    from questkv.evaluate.results import Results, check_rows, folder_name
 
     folder = run.output if run.output is not None else RESULTS / folder_name(described)
     with Results.open(folder, described, resume=run.resume) as results:
+        check_rows(results.rows, folder, samples, runs, fields)
         try:
             yield results
         except KeyboardInterrupt:
@@ -104,12 +120,8 @@ def print_tables(tables: Iterable[Table]) -> None:
     """Print tables with their titles and notes."""
     from questkv.evaluate.report import screen
 
-    console = Console()
     for table in tables:
-        console.print(table.title, style="italic", highlight=False, markup=False)
-        console.print(screen(table))
-        for note in table.notes:
-            console.print(note, highlight=False, markup=False)
+        output.print_out(Text(shown(table.title), style="italic"), screen(table), *table.notes)
 
 
 def load(run: RunOptions) -> LoadedModel:
@@ -131,6 +143,7 @@ def load(run: RunOptions) -> LoadedModel:
             rope_factor=run.rope_factor,
             attention="questkv",
             weights=run.weights,
+            trust_remote_code=run.trust_remote_code,
         )
         hf.make_linear_fast(loaded.model)
         return loaded
@@ -145,14 +158,14 @@ def in_order(rows: list[Row], samples: list[str], runs: list[tuple[str, int | No
 @contextlib.contextmanager
 def share_progress(what: str) -> Iterator[Callable[[float, str], None]]:
     """Draw a bar with the time left on a terminal; gives the function that moves it to a share in [0, 1]."""
-    console = Console(stderr=True)
+    console = output.screen()
     if not console.is_terminal:
         yield lambda share, now: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (output.description_column(), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, speed_estimate_period=_PACE_S) as progress:
-        bar = progress.add_task(what, total=1.0)
-        yield lambda share, now: progress.update(bar, completed=share, description=now)
+        bar = progress.add_task(shown_line(what), total=1.0)
+        yield lambda share, now: progress.update(bar, completed=share, description=shown_line(now))
 
 
 def command_line() -> str:

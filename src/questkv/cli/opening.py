@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from questkv.cli import options, output
+from questkv.cli.compiled import keep_compiled
+from questkv.cli.long_document import left_out, shorten
 from questkv.config import QuestConfig
-from questkv.models import find_model, model_cache_dir
+from questkv.models import context_length, find_model
 
 if TYPE_CHECKING:
     from questkv.cli.session import Session
-
-
-def compiled_dir() -> Path:
-    """Where ``--compile`` keeps what torch compiled, so that the next run is quick: beside the unpacked models."""
-    return model_cache_dir() / ".compiled"
-
-
-def keep_compiled() -> None:
-    """Let torch's compiler, not yet imported, keep its work in `compiled_dir`; a folder that the user has set stays."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_dir()))
 
 
 @dataclass(frozen=True)
@@ -40,6 +31,7 @@ class Opening:
     tail: bool
     max_new_tokens: int
     compile: bool = False
+    trust_remote_code: bool = False
 
     def load(self) -> Session:
         """Import torch and transformers, quietly, and load the model."""
@@ -61,6 +53,7 @@ class Opening:
                 rope_factor=self.rope_factor,
                 threads=self.threads,
                 compile=self.compile,
+                trust_remote_code=self.trust_remote_code,
             )
         if self.compile:
             with output.busy("Compiling the decode step"):
@@ -74,10 +67,11 @@ class Opening:
         Raises:
             DocumentError: It doesn't fit the model's context, and cutting it was not asked for.
         """
-        before, ids = session.prompter.document(text)
+        part = shorten(text, context_length(session.model.config), session.tokenizer, tail=self.tail)
+        before, ids = session.prompter.document(part.text)
         fitted = session.fit(len(before), ids, question_tokens, self.max_new_tokens, tail=self.tail)
         if fitted.left_out:
-            output.note(f"--tail: the first {fitted.left_out:,} of the document's {len(ids):,} tokens were left out")
+            output.note(left_out(part, len(ids), fitted.left_out))
         total = len(before) + len(fitted.ids)
         with output.token_progress(f"Reading {options.document_label(document)}", total) as on_progress:
             session.read(before + fitted.ids, on_progress)

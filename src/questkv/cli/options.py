@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +17,13 @@ from questkv.models import ALIASES, DEFAULT_MODEL, DTYPES, WEIGHTS
 
 _CACHE, _RUN = "The cache", "The run"
 DEFAULTS = QuestConfig()
+# What numpy's generator takes as its seed.
+MAX_SEED = 2**32 - 1
+# More tokens than any context: a count above it is a slip.
+MAX_TOKENS = 2**31 - 1
+# More threads than any machine has cores for: beyond, starting them fails or ends the process.
+MAX_THREADS = 1024
+_COLDEST, _HOTTEST = 0.001, 1000.0
 
 
 def parse_budget(text: str) -> int | float:
@@ -34,9 +44,23 @@ def parse_contexts(text: str) -> list[int]:
         contexts = [int(part[:-1]) * 1024 if part[-1:] in "kK" else int(part) for part in text.split(",") if part]
     except ValueError:
         contexts = []
-    if not contexts or min(contexts) < 1:
+    if not contexts or min(contexts) < 1 or max(contexts) > MAX_TOKENS:
         raise typer.BadParameter("expected token counts such as 4096,32768 or 4k,32k")
     return contexts
+
+
+def parse_finite(value: float) -> float:
+    """Refuse NaN, which lies in every range."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"expected a finite number, got {value}")
+    return value
+
+
+def parse_temperature(value: float) -> float:
+    """Accept 0, and what divides float32 logits without overflow."""
+    if value != 0 and not _COLDEST <= value <= _HOTTEST:
+        raise typer.BadParameter(f"expected 0, or a number in [{_COLDEST}, {_HOTTEST:g}], got {value:g}")
+    return value
 
 
 def parse_dtype(text: str) -> str:
@@ -105,14 +129,30 @@ RopeFactor = Annotated[
     float,
     typer.Option(metavar="F", min=1.0, help="Stretch the model's context F times (YaRN); 1 leaves it as it is."),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run the Python code that a model folder or hub id brings with it; without this, one that needs it is "
+        "refused.",
+        rich_help_panel=_RUN,
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer, in tokens.")]
 Temperature = Annotated[
-    float, typer.Option(metavar="T", min=0.0, help="0 takes the likeliest token; above 0 the answer is sampled.")
+    float,
+    typer.Option(
+        metavar="T", callback=parse_temperature, help="0 takes the likeliest token; above 0 the answer is sampled."
+    ),
 ]
-Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Start of the random numbers, for --temperature.")]
+Seed = Annotated[
+    int, typer.Option(metavar="N", min=0, max=MAX_SEED, help="Start of the random numbers, for --temperature.")
+]
 Threads = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="CPU threads.", rich_help_panel=_RUN, show_default="torch's choice"),
+    typer.Option(
+        metavar="N", min=1, max=MAX_THREADS, help="CPU threads.", rich_help_panel=_RUN, show_default="torch's choice"
+    ),
 ]
 Dtype = Annotated[
     str,
@@ -170,15 +210,22 @@ def quest_config(
     wanted: int | float = 1.0 if dense else DEFAULTS.token_budget
     if budget is not None:
         wanted = parse_budget(budget)
-    try:
+    with named_by_options(token_budget="--budget"):
         return QuestConfig(
             token_budget=wanted, page_size=page_size, kv_dtype=kv_dtype, span_pages=span_pages, offload=offload
         )
+
+
+@contextlib.contextmanager
+def named_by_options(**options: str) -> Iterator[None]:
+    """Name options in place of a configuration's fields in what is raised inside; `options` holds other names."""
+    try:
+        yield
     except ConfigError as error:
-        raise by_option(error, token_budget="--budget") from None
+        raise _by_option(error, **options) from None
 
 
-def by_option(error: ConfigError, **options: str) -> ConfigError:
+def _by_option(error: ConfigError, **options: str) -> ConfigError:
     """The error with options in place of fields, since the user wrote these: the field's name, or the one given."""
 
     def option(match: re.Match[str]) -> str:

@@ -20,6 +20,7 @@ from questkv.config import QuestConfig
 from questkv.errors import DocumentError
 from questkv.hf import QuestCache, attach
 from questkv.hf.prefill import cache_argument, prefill
+from questkv.hf.rotary import reads_alike
 from questkv.models import context_length, load_model
 
 
@@ -102,6 +103,7 @@ class Session:
         self.prompter = Prompter(tokenizer)
         self.cache = QuestCache(model.config, config)
         self.ids: list[int] = []
+        self._read_as = 0  # tokens for which the rotary embedding chose the frequencies of the cached keys
         self._unreported_s = 0.0
         # For as long as the session lives, which the model was loaded for.
         self._attached = ExitStack()
@@ -118,11 +120,19 @@ class Session:
         threads: int | None,
         weights: str = "model",
         compile: bool = False,
+        trust_remote_code: bool = False,
     ) -> Session:
         """Load a model with the paged attention and start an empty conversation."""
         if threads is not None:
             torch.set_num_threads(threads)
-        loaded = load_model(model, dtype=dtype, rope_factor=rope_factor, attention="questkv", weights=weights)
+        loaded = load_model(
+            model,
+            dtype=dtype,
+            rope_factor=rope_factor,
+            attention="questkv",
+            weights=weights,
+            trust_remote_code=trust_remote_code,
+        )
         return cls(loaded.model, loaded.tokenizer, config, compile=compile)
 
     def compile_step(self) -> None:
@@ -172,6 +182,7 @@ class Session:
         """Prefill the document, densely."""
         began = time.perf_counter()
         self.ids += ids
+        self._read_as = len(self.ids)
         self._run(ids, on_progress)
         self._unreported_s += time.perf_counter() - began
 
@@ -195,9 +206,10 @@ class Session:
             temperature: 0 takes the likeliest token, above 0 samples.
             stop: Asked after each token; True ends the answer and leaves the conversation whole.
         """
-        before = self.cache.report()
         began = time.perf_counter()
         self.ids += question
+        self._start_again_if_longer()
+        before = self.cache.report()
         # all but the last token, so that every step of generate() is one token
         self._run(self.ids[self.cache.get_seq_length() : -1])
         prompt_tokens = len(self.ids)
@@ -222,11 +234,16 @@ class Session:
             device_bytes=after.device_bytes,
         )
 
+    def _start_again_if_longer(self) -> None:
+        """Forget the cached keys where the rotary embedding has other frequencies for a conversation of this length."""
+        if not reads_alike(self.model, self._read_as, len(self.ids)):
+            self.cache.reset()
+        self._read_as = len(self.ids)
+
     def _run(self, ids: list[int], on_progress: Callable[[int], None] | None = None) -> None:
         if ids:
             tensor = torch.tensor([ids], device=self.model.device)
-            sparse = self.config.sparse_prefill
-            prefill(self.model, self.cache, tensor, sparse_prefill=sparse, on_progress=on_progress)
+            prefill(self.model, self.cache, tensor, total_tokens=self._read_as, on_progress=on_progress)
 
     def _generate(self, stream: _TextStream, max_new_tokens: int, temperature: float, stop: Callable[[], bool]) -> None:
         if stop():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from questkv.errors import ConfigError, MissingPackageError, ResultsError
+from questkv.errors import ConfigError, MissingPackageError
 from questkv.evaluate.summary import Cell, Needed, budgets_needed, summarise
 from questkv.evaluate.task import Row, Task
+from questkv.files import write_whole
 from questkv.policies import METHODS, policy_class
 
 Draw = Callable[[Task, Sequence[Row], str], None]
@@ -40,7 +42,7 @@ def figure(path: str, panels: int, *, columns: int = 3, size: tuple[float, float
     """Axes for a number of panels; what was drawn on them is saved at the end, as PNG or SVG by the file's name.
 
     Raises:
-        ResultsError: The file can't be written.
+        OutputError: The file can't be written.
     """
     import matplotlib
 
@@ -59,9 +61,10 @@ def figure(path: str, panels: int, *, columns: int = 3, size: tuple[float, float
         for unused in axes[panels:]:
             unused.set_axis_off()
         yield axes[:panels]
-        drawn.savefig(path, dpi=150, metadata={"Date": None} if path.lower().endswith(".svg") else None)
-    except OSError as error:
-        raise ResultsError(f"figure {path}: can't be written: {error.strerror or error}") from None
+        kind = Path(path).suffix[1:].lower()
+        picture = io.BytesIO()
+        drawn.savefig(picture, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        write_whole(path, picture.getvalue(), "--plot")
     finally:
         pyplot.close(drawn)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from questkv.evaluate.plan import Plan
 from questkv.evaluate.results import Results
 from questkv.evaluate.runner import Progress
 from questkv.evaluate.task import Row, Sample, Task
+from questkv.hf.rotary import read_as, reads_alike
 from questkv.models import LoadedModel, context_length
 from questkv.policies import Context, Policy, decode, prefill_context
 
@@ -58,6 +60,7 @@ class Decoding:
         self.quest = quest if quest is not None else QuestConfig()
         self.truncated = 0
         self._context: tuple[list[int], Context] | None = None
+        self._tokens = 0  # of the sequence whose rotary frequencies the context's keys have
 
     @property
     def max_length(self) -> int:
@@ -67,18 +70,24 @@ class Decoding:
     def loglikelihood(self, prompt: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
         """Log-probability of a continuation in nats, and whether each of its tokens is the likeliest."""
         kept = self._fit(prompt, len(continuation) - 1)
-        cache, logits = self._read(kept)
-        if len(continuation) > 1:
-            rest = decode(self.loaded.model, cache, torch.tensor([list(continuation[:-1])]))
-            logits = torch.cat([logits, rest])
+        with self._read_as(len(kept) + len(continuation) - 1):
+            cache, logits = self._read(kept)
+            if len(continuation) > 1:
+                rest = decode(self.loaded.model, cache, torch.tensor([list(continuation[:-1])]))
+                logits = torch.cat([logits, rest])
         wanted = torch.tensor(list(continuation), device=logits.device)
         chosen = logits.log_softmax(dim=-1).gather(1, wanted[:, None])
         return float(chosen.double().sum()), bool((logits.argmax(dim=-1) == wanted).all())
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, until: Sequence[str]) -> str:
         """The likeliest continuation, up to the first of the strings `until` or an end token."""
+        kept = self._fit(prompt, max_new_tokens)
+        with self._read_as(len(kept) + max_new_tokens):
+            return self._continue(kept, max_new_tokens, until)
+
+    def _continue(self, prompt: list[int], max_new_tokens: int, until: Sequence[str]) -> str:
         tokenizer = self.loaded.tokenizer
-        cache, logits = self._read(self._fit(prompt, max_new_tokens))
+        cache, logits = self._read(prompt)
         ends_answer = stop_ids(self.loaded.model) | {tokenizer.eos_token_id}
         tokens: list[int] = []
         text: str = ""
@@ -103,6 +112,15 @@ class Decoding:
             )
         self.truncated += len(prompt) > most
         return list(prompt[-most:])
+
+    @contextmanager
+    def _read_as(self, tokens: int) -> Iterator[None]:
+        """`read_as`, with a new context where the kept one's keys have other frequencies."""
+        if not reads_alike(self.loaded.model, self._tokens, tokens):
+            self._context = None
+        self._tokens = tokens
+        with read_as(self.loaded.model, tokens):
+            yield
 
     def _read(self, prompt: list[int]) -> tuple[Any, torch.Tensor]:
         """A decode cache that holds the prompt, and the logits [1, vocabulary] of the token behind it."""
@@ -269,6 +287,10 @@ class HarnessTasks(Task):
     include_path: str | None = None
     limit: int | None = None
     decoded: int = 32
+
+    def row_fields(self, budget: int | None) -> tuple[str, ...]:
+        """See `Task.row_fields`."""
+        return ("dataset", "higher_is_better")
 
     def samples(self, loaded: LoadedModel) -> Iterator[Sample]:
         """One a task: lm-evaluation-harness makes the prompts."""

@@ -39,6 +39,10 @@ class HiddenKeyTask(Task):
         found = number is not None and number.group() == sample.data["key"]
         return {"score": float(found), "depth": sample.data["depth"], "key": sample.data["key"], "answer": text}
 
+    def row_fields(self, budget: int | None) -> tuple[str, ...]:
+        """See `Task.row_fields`."""
+        return ("length", "depth")
+
     def show(self, score: float) -> str:
         """As a percentage, as the paper's table 1 has it."""
         return f"{score:.0%}"

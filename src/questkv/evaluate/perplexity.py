@@ -80,6 +80,10 @@ class Perplexity(Task):
         nll = torch.nn.functional.cross_entropy(logits, steps[0, 1:].to(logits.device), reduction="none").tolist()
         return {"score": math.exp(sum(nll) / len(nll)), "nll": [round(value, 5) for value in nll]}
 
+    def row_fields(self, budget: int | None) -> tuple[str, ...]:
+        """See `Task.row_fields`."""
+        return ("length", "nll")
+
     def mean(self, rows: Sequence[Row]) -> float:
         """Perplexity over the tokens of all rows: exp of their mean negative log-likelihood."""
         nll = [value for row in rows for value in row["nll"]]

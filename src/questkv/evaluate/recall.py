@@ -129,6 +129,10 @@ class Recall(Task):
             *((rule.label, None) for rule in self.base_rules()),
         ]
 
+    def row_fields(self, budget: int | None) -> tuple[str, ...]:
+        """See `Task.row_fields`."""
+        return ("length", "rule", "layers", *(("share", "needed", "tokens") if budget is None else ("own_budget",)))
+
     def settings(self) -> dict[str, Any]:
         """The settings as JSON values, with the text's identity in place of its content."""
         return {**asdict(self), "text": self.text.identity(), "base": self.base.to_dict()}
@@ -147,7 +151,7 @@ def describe_recall(recall: Recall, loaded: LoadedModel, model: Mapping[str, Any
         "settings": recall.settings(),
         "model": {**model, "dtype": str(loaded.model.dtype).removeprefix("torch.")},
         "quest": base,
-        "environment": environment(recall.base.backend),
+        "environment": environment(recall.base.backend, loaded.model.device),
     }
 
 

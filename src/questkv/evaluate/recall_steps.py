@@ -12,6 +12,7 @@ from questkv.config import QuestConfig
 from questkv.evaluate.runner import Progress
 from questkv.hf.cache import QuestCache
 from questkv.hf.group import Softmax
+from questkv.hf.rotary import read_as
 from questkv.kernels.gather import gather_tokens
 from questkv.models import LoadedModel
 from questkv.pages import PageGeometry
@@ -94,18 +95,19 @@ class Observed:
         self._queries: dict[int, list[torch.Tensor]] = {}
         self._softmax: dict[int, Softmax] = {}
         prompt, rest = torch.tensor([ids[:-steps]]), torch.tensor([ids[-steps:]])
-        context = prefill_context(
-            loaded.model,
-            prompt,
-            config,
-            observe=False,
-            on_progress=lambda done: on_progress(0.9 * done / prompt.shape[1], "prefill"),
-        )
-        self.cache: QuestCache = context.cache.fork()
-        with self.cache.observe(self._keep):
-            for step in range(steps):
-                decode(loaded.model, self.cache, rest[:, step : step + 1])
-                on_progress(0.9 + 0.1 * (step + 1) / steps, "decoding")
+        with read_as(loaded.model, len(ids)):
+            context = prefill_context(
+                loaded.model,
+                prompt,
+                config,
+                observe=False,
+                on_progress=lambda done: on_progress(0.9 * done / prompt.shape[1], "prefill"),
+            )
+            self.cache: QuestCache = context.cache.fork()
+            with self.cache.observe(self._keep):
+                for step in range(steps):
+                    decode(loaded.model, self.cache, rest[:, step : step + 1])
+                    on_progress(0.9 + 0.1 * (step + 1) / steps, "decoding")
         self.lengths = torch.arange(len(ids) - steps + 1, len(ids) + 1, device=loaded.model.device)
 
     @property

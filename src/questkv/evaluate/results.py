@@ -1,6 +1,7 @@
 """A folder of results: ``run.json`` says what was run, ``rows.jsonl`` gets one line per finished sample, at once.
 
-A run that is killed leaves whole lines and at most one torn one at the end, which the next run cuts off.
+A run that is killed leaves whole lines and at most one torn one at the end, which the next run cuts off. A folder that
+holds something else is refused and left as it is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from questkv.errors import ConfigError, ResultsError
 from questkv.evaluate.task import Row
+from questkv.files import PARTIAL, encoded, write_whole
 
 RUN, ROWS = "run.json", "rows.jsonl"
 # What a resumed run may change: where it runs and what the text's file is called, not what comes out beyond rounding.
@@ -52,11 +54,12 @@ class Results:
 
         Raises:
             ConfigError: The folder holds another run; the message names the first field that differs.
-            ResultsError: It holds rows and `resume` is False, it can't be read or written, or another process is
-                writing there.
+            ResultsError: It holds rows and `resume` is False, something that isn't a run's results, or a row that
+                isn't whole; it can't be read or written; or another process is writing there.
         """
         with _one_line(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            _refuse_foreign(folder)
             file = FileIO(folder / ROWS, "a+")
         with file:
             with _one_line(folder):
@@ -75,7 +78,7 @@ class Results:
         Raises:
             ResultsError: It can't be written; the rows before it stay.
         """
-        line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        line = encoded(json.dumps(row, ensure_ascii=False, allow_nan=False)) + b"\n"
         with _one_line(self.folder):
             size = os.fstat(self._file.fileno()).st_size
             try:
@@ -93,10 +96,11 @@ def prepare_folder(folder: Path) -> None:
     """Make a results folder, or see that it can be written, before the work whose results it is to hold.
 
     Raises:
-        ResultsError: It can't be made or written.
+        ResultsError: It can't be made or written, or holds something that isn't a run's results.
     """
     with _one_line(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_foreign(folder)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
@@ -118,7 +122,70 @@ def read_results(folder: Path) -> tuple[dict[str, Any], list[Row]]:
             raise ResultsError(f"results {folder}: expected a folder with {RUN} and {ROWS}, got none")
         run = _read_run(folder)
         with FileIO(folder / ROWS, "r") as file:
-            return run, [row for row, _ in _whole_lines(file.read(), folder)]
+            rows = [row for row, _ in _whole_lines(file.read(), folder)]
+    _refuse_repeated(rows, folder)
+    return run, rows
+
+
+def check_rows(
+    rows: Sequence[Row],
+    folder: Path,
+    samples: Collection[str],
+    runs: Collection[tuple[str, int | None]],
+    fields: Callable[[int | None], Collection[str]],
+) -> None:
+    """Refuse rows that a run's plan doesn't have, or that lack what its tables are made of.
+
+    Args:
+        rows: What a folder held.
+        folder: Where.
+        samples: Names of the run's samples.
+        runs: (method, budget) of its rows.
+        fields: Names that a row of that budget must hold.
+
+    Raises:
+        ResultsError: The first of them.
+    """
+    for number, row in enumerate(rows, start=1):
+        sample, method, budget = _key(row)
+        what = f"results {folder / ROWS}: line {number}"
+        if sample not in samples or (method, budget) not in runs:
+            raise ResultsError(
+                f"{what} is no row of this run (sample {sample}, method {method}, budget {budget}); the file was "
+                "changed: take the line out, or choose another --output"
+            )
+        if lacking := [name for name in fields(budget) if name not in row]:
+            raise ResultsError(
+                f"{what} lacks {', '.join(lacking)}; the file was changed: take the line out, and --resume measures it "
+                "anew"
+            )
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that is neither empty nor a run's; nothing in it is touched."""
+    held = sorted(path.name for path in folder.iterdir() if not path.name.startswith(PARTIAL))
+    run, rows = folder / RUN, folder / ROWS
+    for path in (run, rows):
+        if path.exists() and not path.is_file():
+            raise ResultsError(f"results {path}: is no file; choose another --output")
+    if run.is_file():
+        if not _is_run(run):
+            raise ResultsError(f"results {run}: was not written by questkv eval; choose another --output")
+    elif held and (held != [ROWS] or rows.stat().st_size):  # a run that was killed as it began leaves no row
+        raise ResultsError(
+            f"results {folder}: expected an empty folder or one that questkv eval made, got one with {held[0]}; choose "
+            "another --output"
+        )
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a file is the ``run.json`` of a run: one object that says what was run, and with what."""
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    kinds = {"task": str, "settings": dict, "environment": dict}
+    return isinstance(run, dict) and all(isinstance(run.get(name), kind) for name, kind in kinds.items())
 
 
 def _key(row: Row) -> tuple[str, str, int | None]:
@@ -144,7 +211,33 @@ def _read_rows(file: FileIO, folder: Path) -> list[Row]:
     end = found[-1][1] if found else 0
     if end < len(content):
         file.truncate(end)
-    return [row for row, _ in found]
+    rows = [row for row, _ in found]
+    _refuse_repeated(rows, folder)
+    return rows
+
+
+def _refuse_repeated(rows: Sequence[Row], folder: Path) -> None:
+    """Refuse a row that is there twice and would be counted twice."""
+    lines: dict[tuple[str, str, int | None], int] = {}
+    for number, row in enumerate(rows, start=1):
+        if _key(row) in lines:
+            raise ResultsError(
+                f"results {folder / ROWS}: line {number} repeats line {lines[_key(row)]} (sample {row['sample']}, "
+                f"method {row['method']}, budget {row['budget']}); the file was changed: take one of them out"
+            )
+        lines[_key(row)] = number
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a line holds what every finished row has."""
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("sample"), str)
+        and isinstance(row.get("method"), str)
+        and "budget" in row
+        and (row["budget"] is None or type(row["budget"]) is int)
+        and type(row.get("score")) in (int, float)
+    )
 
 
 def _whole_lines(content: bytes, folder: Path) -> Iterator[tuple[Row, int]]:
@@ -157,8 +250,10 @@ def _whole_lines(content: bytes, folder: Path) -> Iterator[tuple[Row, int]]:
         end += len(line) + 1
         try:
             row = json.loads(line)
-            _key(row)
-        except (ValueError, TypeError, KeyError):
+            whole = _is_row(row)
+        except (ValueError, RecursionError):
+            whole = False
+        if not whole:
             # after a power cut a file system may leave zeros where the last line was to be
             if number == len(lines) - 1 and not lines[-1]:
                 return
@@ -170,9 +265,7 @@ def _check_run(folder: Path, run: Mapping[str, Any], rows: list[Row], *, resume:
     """Write ``run.json`` in a new folder; in one with rows, insist that it is the same run."""
     path = folder / RUN
     if not rows:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(run, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, encoded(json.dumps(run, indent=2, ensure_ascii=False) + "\n"), "results")
         return
     if not resume:
         raise ResultsError(
@@ -188,7 +281,7 @@ def _check_run(folder: Path, run: Mapping[str, Any], rows: list[Row], *, resume:
 def _read_run(folder: Path) -> dict[str, Any]:
     try:
         run = json.loads((folder / RUN).read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         run = None
     if not isinstance(run, dict):
         raise ResultsError(f"results {folder / RUN}: expected one JSON object; the file was changed")

@@ -14,6 +14,7 @@ from questkv.errors import ConfigError, ResultsError
 from questkv.evaluate.plan import Plan, Planned
 from questkv.evaluate.results import Results
 from questkv.evaluate.task import Row, Sample, Task
+from questkv.hf.rotary import read_as
 from questkv.models import LoadedModel, context_length
 from questkv.policies import Context, prefill_context
 
@@ -40,7 +41,7 @@ def describe(task: Task, plan: Plan, loaded: LoadedModel, model: Mapping[str, An
         "methods": list(plan.methods),
         "budgets": list(plan.budgets),
         "quest": {key: value for key, value in plan.quest.to_dict().items() if key != "token_budget"},
-        "environment": environment(plan.quest.backend),
+        "environment": environment(plan.quest.backend, loaded.model.device),
     }
 
 
@@ -50,19 +51,26 @@ def list_samples(task: Task, loaded: LoadedModel) -> list[Sample]:
     Raises:
         ConfigError: There is none, or one doesn't fit the model's context.
     """
+    limit = context_length(loaded.model.config)
+    asked = max(getattr(task, "lengths", (0,)))
+    if limit is not None and asked > limit:  # before a prompt is made that fills the memory
+        raise _too_long(task, limit, asked, "tokens")
     samples = list(task.samples(loaded))
     if not samples:
         raise ConfigError(f"[{task.name}] samples: expected at least one, got none")
     assert len({sample.id for sample in samples}) == len(samples)
-    limit = context_length(loaded.model.config)
     longest = max(samples, key=lambda sample: len(sample.ids) + sample.decoded)
     needed = len(longest.ids) + longest.decoded
     if limit is not None and needed > limit:
-        raise ConfigError(
-            f"[{task.name}] lengths: expected at most the model's context of {limit:,} tokens, got {needed:,} with the "
-            f"question and the answer; stretch it with --rope-factor {math.ceil(needed / limit)}, or shorten the prompt"
-        )
+        raise _too_long(task, limit, needed, "with the question and the answer")
     return samples
+
+
+def _too_long(task: Task, limit: int, needed: int, what: str) -> ConfigError:
+    return ConfigError(
+        f"[{task.name}] lengths: expected at most the model's context of {limit:,} tokens, got {needed:,} {what}; "
+        f"stretch it with --rope-factor {math.ceil(needed / limit)}, or shorten the prompt"
+    )
 
 
 def run(
@@ -95,18 +103,20 @@ def run(
             on_progress((before + tokens) / total, f"{label}: prefill")
 
         prefilled(0)
-        context = prefill_context(
-            loaded.model,
-            torch.tensor([list(sample.ids)]),
-            plan.quest,
-            observe=any(planned.policy.observes for planned in todo),
-            on_progress=prefilled,
-        )
-        done += _cost(sample, 0)
-        for planned in todo:
-            on_progress(done / total, f"{label}: {planned.method}{f' {planned.budget}' if planned.budget else ''}")
-            results.add(_row(task, loaded, context, sample, planned))
-            done += _cost(sample, 1) - _cost(sample, 0)
+        # The prompt, the question and every answer are one sequence to a rotary embedding that asks for its length.
+        with read_as(loaded.model, len(sample.ids) + sample.decoded):
+            context = prefill_context(
+                loaded.model,
+                torch.tensor([list(sample.ids)]),
+                plan.quest,
+                observe=any(planned.policy.observes for planned in todo),
+                on_progress=prefilled,
+            )
+            done += _cost(sample, 0)
+            for planned in todo:
+                on_progress(done / total, f"{label}: {planned.method}{f' {planned.budget}' if planned.budget else ''}")
+                results.add(_row(task, loaded, context, sample, planned))
+                done += _cost(sample, 1) - _cost(sample, 0)
         del context  # before the next one is made: two would not fit where one does
     on_progress(1.0, task.name)
 

@@ -80,6 +80,10 @@ class Task(ABC):
         """The settings as JSON values: what `run.json` holds and a resumed run must share."""
         return asdict(self)
 
+    def row_fields(self, budget: int | None) -> tuple[str, ...]:
+        """What a row of that budget holds besides ``sample``, ``method``, ``budget`` and ``score``: tables need it."""
+        return (self.table_by,)
+
     def mean(self, rows: Sequence[Row]) -> float:
         """One number for rows of one method and budget: the mean score, unless the task averages something else."""
         return sum(float(row["score"]) for row in rows) / len(rows)

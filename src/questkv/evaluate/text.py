@@ -9,6 +9,7 @@ from typing import Any
 
 from questkv.errors import DocumentError
 from questkv.evaluate.chat import text_ids
+from questkv.evaluate.excerpt import beginning
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Text:
         Raises:
             DocumentError: The text is too short.
         """
-        ids = text_ids(tokenizer, self.content)
+        part = beginning(self.content, start + count, lambda words: text_ids(tokenizer, words))
+        ids = text_ids(tokenizer, part.text)
         if len(ids) < start + count:
             raise DocumentError(
                 f"document {self.name}: expected at least {start + count:,} tokens (from token {start:,}), got "

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
-import torch
 from transformers import PreTrainedModel
 
 from questkv.config import QuestConfig
-from questkv.errors import UnsupportedError
-from questkv.hf.attention import NAME
+from questkv.hf.attached import Entry, entered
 from questkv.hf.cache import QuestCache
-from questkv.hf.compiled import arguments_of, compiled_step
-from questkv.hf.linear_layers import fast_linear_layers
-from questkv.hf.prefill import cache_argument
-from questkv.hf.watch import watching
-
-_COMPILES = "_questkv_compiles"
+from questkv.hf.support import check_model
 
 
 class Attachment:
@@ -52,7 +44,13 @@ def attach(
     """Make a model decode with questkv inside the block, and leave it as it was after.
 
     Inside, the model's attention implementation is ``questkv``, and `generate` and `forward` calls that bring no cache
-    get a fresh `QuestCache`. A call that brings its own must bring a `QuestCache`.
+    get a fresh `QuestCache`. A call that brings its own must bring a `QuestCache`. A call that says ``use_cache=False``
+    runs without a cache and attends to everything, as with transformers' own attention; where only the model's
+    configuration says so, there is a cache all the same, and a warning.
+
+    Attachments of one model may overlap and end in any order; the last one to end leaves the model as it was before the
+    first. A call belongs to the attachment that its thread entered last; a thread that entered none uses the latest.
+    Inside, the model can't be copied with `copy.deepcopy` or pickled.
 
     Args:
         model: A causal language model.
@@ -66,8 +64,11 @@ def attach(
 
     Raises:
         TypeError: `config` is something else; the model is as it was.
+        UnsupportedError: A model of this class can't decode from pages; the message says why, the model is as it
+            was.
         UnsupportedError: With `compile`, from a decode step of a model that torch.compile can't take as one graph, or
-            at once where the model's forward was replaced. Nothing falls back to the uncompiled step.
+            at once where the model's forward was replaced. Nothing falls back to the uncompiled step. Always where
+            torch.compile has taken the forward of the model or of a part of it that attends.
 
     Example:
         >>> with attach(model, QuestConfig(token_budget=0.2)) as attached:
@@ -76,82 +77,16 @@ def attach(
     """
     if config is not None and not isinstance(config, QuestConfig):
         raise TypeError(f"[attach] config: expected a QuestConfig, got {type(config).__name__}")
+    # torch.compile(model) is a shell around the model, which its `generate` belongs to.
+    model = getattr(model, "_orig_mod", model)
+    check_model(model)
     attachment = Attachment(model, config if config is not None else QuestConfig())
-    names = ("cache", "past_key_values")
-    cache_name = cache_argument(model)
-    generate = model.generate
-
-    def generate_with_cache(*args: Any, **kwargs: Any) -> Any:
-        if not any(kwargs.get(name) is not None for name in names) and kwargs.get("use_cache", True):
-            kwargs[cache_name] = attachment.new_cache()
-        return generate(*args, **kwargs)
-
-    def give_cache(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if arguments_of(model, args, kwargs).get(cache_name) is None:
-            kwargs = {**kwargs, cache_name: attachment.new_cache()}
-        return args, kwargs
-
-    own_generate = model.__dict__.get("generate")
-    with ExitStack() as stack:
-        stack.enter_context(_attention_set_to(model, NAME))
-        if fast_linear:
-            stack.enter_context(fast_linear_layers(model))
-        if compile:
-            stack.enter_context(_steps_compiled(model))
-        stack.enter_context(watching(model))
-        # First of all hooks, so that an attachment inside another one comes before it.
-        hook = model.register_forward_pre_hook(give_cache, with_kwargs=True, prepend=True)
-        model.generate = generate_with_cache
-        try:
-            yield attachment
-        finally:
-            hook.remove()
-            del model.generate
-            if own_generate is not None:
-                model.generate = own_generate
-
-
-@contextmanager
-def _steps_compiled(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model's forward hands decode steps to its `CompiledStep`."""
-    before = model.__dict__.get("forward")
-    if before is not None and not getattr(before, _COMPILES, False):
-        raise UnsupportedError(
-            f"[attach] compile: expected a model with the forward of its class, got one whose forward was replaced by "
-            f"{getattr(before, '__qualname__', type(before).__name__)}"
+    if model.generation_config is not None and model.generation_config.use_cache is False:
+        warnings.warn(
+            "this model's generation config says use_cache: false; questkv generates with a cache all the same, but "
+            "for calls that say use_cache=False themselves",
+            UserWarning,
+            stacklevel=1,  # the commands print what comes from this package
         )
-    step, forward = compiled_step(model), model.forward
-
-    @functools.wraps(forward)
-    def forward_compiled(*args: Any, **kwargs: Any) -> Any:
-        arguments = arguments_of(model, args, kwargs)
-        return step(model, arguments) if step.takes(model, arguments) else forward(*args, **kwargs)
-
-    setattr(forward_compiled, _COMPILES, True)
-    model.forward = forward_compiled
-    try:
-        yield
-    finally:
-        del model.forward
-        if before is not None:
-            model.forward = before
-
-
-@contextmanager
-def _attention_set_to(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Set the attention implementation of the text model, and put every submodel's own back afterwards."""
-    before = {
-        id(module.config): (module.config, module.config._attn_implementation_internal)
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-    }
-    text = model.config.get_text_config(decoder=True)
-    before.setdefault(id(text), (text, text._attn_implementation_internal))
-    # A vision or audio tower beside the text model keeps its own attention.
-    towers = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
-    model.set_attn_implementation({towers[0]: name} if towers else name)
-    try:
-        yield
-    finally:
-        for config, implementation in before.values():
-            config._attn_implementation_internal = implementation
+    with entered(model, Entry(attachment, fast_linear, compile)):
+        yield attachment

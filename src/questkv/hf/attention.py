@@ -6,16 +6,19 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.gradients import refuse_backward
 from questkv.hf.group import Softmax
+from questkv.hf.layer import NAME as NAME
 from questkv.hf.layer import PagedKeys
+from questkv.hf.local_attention import local_attention
+from questkv.hf.patterns import attend_by_pattern, is_padding, mark_padding
 from questkv.hf.step_operator import HANDLE
+from questkv.hf.support import holds_whole_context
+from questkv.hf.transformed import TransformedStates
 
-NAME = "questkv"
 _OWN_LAYER = "_questkv_own_layer"
 
 
@@ -31,20 +34,38 @@ def mark_own_layer(keys: torch.Tensor) -> None:
 
 
 def questkv_mask(**kwargs: Any) -> torch.Tensor | None:
-    """Mask function: the padding mask [B, 1, 1, columns] (or None) for paged layers, SDPA's own for local ones."""
+    """Mask function: what a paged layer takes as a mask, or SDPA's own mask for a local one.
+
+    Returns:
+        For plain causal attention the padding mask [B, 1, 1, columns], or None. For any other pattern (an image whose
+        tokens see one another) SDPA's [B, 1, n, columns].
+    """
     # transformers names the window's size for sliding and chunked layers only.
-    if kwargs.get("local_size") is not None:
+    window = kwargs.get("local_size")
+    if window is not None and not holds_whole_context(window, kwargs["config"]):
         mask: torch.Tensor | None = sdpa_mask(**kwargs)
         return mask
-    if kwargs.get("mask_function", causal_mask_function) is not causal_mask_function:
+    if window is not None and kwargs["kv_length"] > window:
         raise UnsupportedError(
-            "[questkv] mask: expected plain causal attention, got a custom, packed or bidirectional pattern; use "
-            "another attention implementation for this input"
+            f"[questkv] mask: expected at most {window} tokens, the sliding window of layers that are paged because it "
+            f"holds the model's whole context, got {kwargs['kv_length']}"
         )
+    if window is None and kwargs.get("mask_function", causal_mask_function) is not causal_mask_function:
+        own = _whole_mask(kwargs)
+        if not torch.equal(own, _whole_mask({**kwargs, "mask_function": causal_mask_function, "use_vmap": False})):
+            return own
     padding: torch.Tensor | None = kwargs.get("attention_mask")
+    if padding is None:
+        return None
     # The cache compares the whole of it with what it knows of the tokens that it holds. It gets two more dimensions: a
     # model may cut the queries of its masks (Gemma 4).
-    return None if padding is None else padding[:, None, None]
+    return mark_padding(padding[:, None, None])
+
+
+def _whole_mask(kwargs: dict[str, Any]) -> torch.Tensor:
+    """[B, 1, n, columns] bool: SDPA's mask, made also where SDPA would need none."""
+    mask: torch.Tensor = sdpa_mask(**kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return mask
 
 
 def questkv_attention(
@@ -85,94 +106,53 @@ def questkv_attention(
     handle = kwargs.get(HANDLE)
     if handle is not None:
         return torch.ops.questkv.step(handle, module.layer_idx, query, key, value, scale, softcap, s_aux), None
-    if isinstance(key, PagedKeys):
-        padding = None if attention_mask is None else _padding(attention_mask)
-        out = key.layer.attend(query, padding, Softmax(scale, softcap, s_aux))
+    if isinstance(key, PagedKeys | TransformedStates):
+        key = _handle_of(key, value)
+        softmax = Softmax(scale, softcap, s_aux)
+        if attention_mask is None or is_padding(attention_mask, query):
+            padding = None if attention_mask is None else attention_mask.flatten(1)
+            out = key.layer.attend(query, padding, softmax)
+        else:
+            out = attend_by_pattern(key.layer, query, attention_mask, softmax)
         return refuse_backward(out, query, *key.sources), None
     if not getattr(key, _OWN_LAYER, False):
         raise CacheMismatchError(
-            "[questkv] cache: expected a QuestCache, got another cache or none; pass "
-            "cache=QuestCache(model.config, QuestConfig()) (older transformers: past_key_values=), or use "
-            "questkv.attach(model)"
+            f"[questkv] cache: expected a QuestCache, got another cache or none; {_advice(module, query)}"
         )
+    n = query.shape[2]
+    if attention_mask is not None and n == key.shape[2] and is_padding(attention_mask, query):
+        # A full-attention layer without a cache; a padding query sees itself, so that no row is empty.
+        causal = torch.ones(n, n, dtype=torch.bool, device=query.device).tril()
+        diagonal = torch.eye(n, dtype=torch.bool, device=query.device)
+        attention_mask = attention_mask.flatten(1).bool()[:, None, None] & causal | diagonal
     return local_attention(module, query, key, value, attention_mask, Softmax(scale, softcap, s_aux), **kwargs), None
 
 
-def local_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    softmax: Softmax,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """Attention of a local layer: transformers' SDPA, or the formula where SDPA lacks something.
-
-    Args:
-        module: The attention layer; SDPA reads its `num_key_value_groups` and `is_causal`.
-        query: [B, Hq, n, D].
-        key: [B, Hkv, T, D].
-        value: [B, Hkv, T, D].
-        mask: [B, 1, n, T] bool, or None for plain causal attention.
-        softmax: Scale, soft cap and sinks.
-        **kwargs: Handed on to SDPA.
-
-    Returns:
-        [B, n, Hq, D].
-    """
-    if softmax.softcap is not None or softmax.sinks is not None:
-        return capped_attention(query, key, value, mask, softmax)
-    out: torch.Tensor = sdpa_attention_forward(module, query, key, value, mask, scaling=softmax.scale, **kwargs)[0]
-    return out
+def _handle_of(key: torch.Tensor, value: torch.Tensor) -> PagedKeys:
+    """The handle of new keys and values, as the cache gave it or as the model has changed them."""
+    if isinstance(key, PagedKeys) and isinstance(value, PagedKeys) and key.layer is value.layer:
+        return key
+    if isinstance(key, TransformedStates) and isinstance(value, TransformedStates) and key.layer is value.layer:
+        handle: PagedKeys = key.layer.replace(key.as_subclass(torch.Tensor), value.as_subclass(torch.Tensor))
+        return handle
+    raise UnsupportedError(
+        "[questkv] values: expected those that were cached with the keys, got others; models that attend one set of "
+        "keys with several sets of values are not supported"
+    )
 
 
-def capped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    softmax: Softmax,
-) -> torch.Tensor:
-    """Attention of a local layer with what SDPA lacks: soft-capped logits and sinks, in float32.
-
-    Args:
-        query: [B, Hq, n, D].
-        key: [B, Hkv, T, D].
-        value: [B, Hkv, T, D].
-        mask: [B, 1, n, T] bool, or None for plain causal attention.
-        softmax: Scale, soft cap and sinks.
-
-    Returns:
-        [B, n, Hq, D].
-    """
-    n, tokens = query.shape[2], key.shape[2]
-    grouped = query.float().unflatten(1, (key.shape[1], -1)) * softmax.scale  # [B, Hkv, G, n, D]
-    logits = grouped @ key.float().unsqueeze(2).transpose(-1, -2)
-    if softmax.softcap is not None:
-        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-    if mask is None:
-        mask = torch.ones(n, tokens, dtype=torch.bool, device=query.device).tril(tokens - n)[None, None]
-    logits = logits.masked_fill(~mask[:, :, None], -torch.inf)
-    if softmax.sinks is not None:
-        column = softmax.sinks.float().view(1, key.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
-        logits = torch.cat([logits, column], dim=-1)
-    # A padding query sees nothing; its row is NaN after the softmax and ignored by everyone, so make it zero.
-    weights = logits.softmax(dim=-1)[..., :tokens].nan_to_num(nan=0.0)
-    out: torch.Tensor = weights @ value.float().unsqueeze(2)
-    return out.flatten(1, 2).transpose(1, 2).to(query.dtype)
-
-
-def _padding(mask: torch.Tensor) -> torch.Tensor:
-    """[B, columns] of the padding mask that `questkv_mask` made, or that a caller gave as such."""
-    if mask.ndim == 2:
-        return mask
-    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1):
-        raise UnsupportedError(
-            f"[questkv] attention_mask: expected a 2-D padding mask, got {mask.ndim} dimensions; custom masks are not "
-            "supported"
+def _advice(module: Any, query: torch.Tensor) -> str:
+    original = getattr(getattr(module, "config", None), "original_max_position_embeddings", None)
+    if original is not None and query.shape[2] > original:
+        return (
+            f"this model's generate leaves out the cache that it is given where a sequence gets longer than {original} "
+            "tokens (original_max_position_embeddings), to read it all with other rotary frequencies; call it inside "
+            "questkv.attach(model), which puts the cache back"
         )
-    return mask[:, 0, 0]
+    return (
+        "pass cache=QuestCache(model.config, QuestConfig()) (older transformers: past_key_values=), or use "
+        "questkv.attach(model)"
+    )
 
 
 def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:

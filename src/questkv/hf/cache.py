@@ -11,16 +11,26 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
-from questkv.hf.attention import local_attention, mark_own_layer
+from questkv.hf.attention import mark_own_layer
 from questkv.hf.group import Softmax
+from questkv.hf.hybrid_layer import PagedHybridLayer
 from questkv.hf.layer import PagedLayer
+from questkv.hf.local_attention import local_attention
+from questkv.hf.own_layers import OwnLayers
 from questkv.hf.report import CacheReport, LayerReport
 from questkv.hf.state import Observer, PagedState
 from questkv.hf.step_operator import new_handle
+from questkv.hf.support import paged_layers
 
 # A model with no more than this share of full-attention layers has no slack for pages that a score missed.
 _FEW_GLOBAL_LAYERS = 0.25
@@ -60,16 +70,13 @@ class QuestCache(Cache):
         layers = DynamicCache(config=model_config).layers
         # They hold an image's or another input's keys, and don't run where there is none.
         cross = getattr(model_config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-        paged = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i not in cross]
-        if not paged:
-            raise UnsupportedError(
-                f"[QuestCache] model_config: expected a model with full-attention layers, got "
-                f"{model_config.model_type} with {type(layers[0]).__name__ if layers else 'no'} layers only"
-            )
+        paged = [i for i in paged_layers(model_config, layers) if i not in cross]
         _warn_if_few(len(paged), len(layers))
-        own = [layer for i, layer in enumerate(layers) if i not in paged]
-        self.state = PagedState(self.config, paged, max_tokens, own)
-        super().__init__(layers=[PagedLayer(self.state, i) if i in paged else layer for i, layer in enumerate(layers)])
+        self.state = PagedState(self.config, paged, max_tokens)
+        super().__init__(
+            layers=[self._paged(i, own, model_config) if i in paged else own for i, own in enumerate(layers)]
+        )
+        self.state.own = OwnLayers(_own(self.layers))
         # The layer whose update begins a forward.
         self._first_layer = next(
             i for i, layer in enumerate(layers) if i in paged or getattr(layer, "is_sliding", False)
@@ -257,14 +264,13 @@ class QuestCache(Cache):
         other.__dict__.update(self.__dict__)
         other._handle, other._local_masks = None, {}
         other.config = self.config if config is None else config
-        own = copy.deepcopy(self.state.own.layers)
-        other.state = self.state.fork(other.config, own)
+        other.state = self.state.fork(other.config)
         try:
-            copies = iter(own)
             other.layers = [
-                PagedLayer(other.state, layer.index) if isinstance(layer, PagedLayer) else next(copies)
+                layer.over(other.state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer)
                 for layer in self.layers
             ]
+            other.state.own = OwnLayers(_own(other.layers))
             return other
         except BaseException:
             other.state.free()
@@ -333,6 +339,13 @@ class QuestCache(Cache):
 
         self.state.change(reorder)
 
+    def _paged(self, index: int, own: CacheLayerMixin, model_config: PreTrainedConfig) -> PagedLayer:
+        """What takes the place of a layer of transformers' that holds every token's keys and values."""
+        if isinstance(own, LinearAttentionCacheLayerMixin):
+            linear = LinearAttentionLayer(number_of_states=own.number_of_states)
+            return PagedHybridLayer(self.state, index, model_config, linear)
+        return PagedLayer(self.state, index, model_config)
+
     def _check_own_layers(self) -> None:
         """Between forwards every layer holds the same columns.
 
@@ -345,6 +358,12 @@ class QuestCache(Cache):
                     f"layers hold, got {layer.get_seq_length()}, left by a forward that was interrupted; call "
                     "cache.reset() and start again"
                 )
+
+
+def _own(layers: Sequence[Any]) -> list[Any]:
+    """The layers that are transformers' own, and what a layer keeps besides its pages."""
+    own = (layer.linear if isinstance(layer, PagedHybridLayer) else layer for layer in layers)
+    return [layer for layer in own if not isinstance(layer, PagedLayer)]
 
 
 def _warn_if_few(paged: int, layers: int) -> None:

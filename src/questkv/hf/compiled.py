@@ -193,6 +193,25 @@ class _StepLayer(CacheLayerMixin):
         return -1
 
 
+def refuse_compiled_forward(model: torch.nn.Module) -> None:
+    """Raise where torch.compile would trace into the cache, which it can't.
+
+    Raises:
+        UnsupportedError: The forward of the model, or of a part of it that attends, was compiled.
+    """
+    for name, module in model.named_modules():
+        is_compiled = (
+            module._compiled_call_impl is not None
+            or isinstance(module, torch._dynamo.OptimizedModule)
+            or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        )
+        if is_compiled and any(hasattr(part, "layer_idx") and hasattr(part, "is_causal") for part in module.modules()):
+            raise UnsupportedError(
+                f"[attach] model: expected attention that torch.compile hasn't taken, got {name or 'a model'} with a "
+                "compiled forward; leave that out, and let attach(model, compile=True) compile the decode steps"
+            )
+
+
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from questkv.errors import CacheMismatchError
+from questkv.hf.cache import QuestCache
+from questkv.hf.rotary import read_as, reads_alike
+
 # Half as many were read 6 % slower on a CPU: PyTorch's causal attention computes whole squares of 512 tokens.
 CHUNK_TOKENS = 1024
 
@@ -38,30 +42,50 @@ def prefill(
     input_ids: torch.Tensor,
     *,
     chunk_tokens: int = CHUNK_TOKENS,
-    sparse_prefill: int = 0,
+    total_tokens: int | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
-    """Run tokens through a model for what they leave in its cache.
+    """Run tokens through a model for what they leave in its cache, whatever its config says of ``use_cache``.
+
+    The result is that of one forward over all of `input_ids`, but for rounding. No chunk is so short that a
+    `QuestCache` would decode it sparsely (`QuestConfig.sparse_prefill`), unless `input_ids` as a whole is.
 
     Args:
         model: A causal language model of transformers.
         cache: Its cache; what it holds already comes before `input_ids`.
         input_ids: [B, tokens] int64, the new tokens, without padding.
         chunk_tokens: Tokens a run. Larger runs are faster and hold more activations at once.
-        sparse_prefill: The cache's `QuestConfig.sparse_prefill`; no chunk of a longer prompt is as short as that.
+        total_tokens: Length of the whole sequence, where it is known that more tokens follow. Rotary embeddings of the
+            types `longrope` and `dynamic` choose their frequencies by it; they must be those of the cached keys. None:
+            the tokens that the cache holds and `input_ids`.
         on_progress: Called after each run with the tokens done so far.
 
     Returns:
         [B, vocabulary] logits of the last token; [B, 0] where there are no tokens.
+
+    Raises:
+        CacheMismatchError: Without `total_tokens`, where the new tokens lengthen the sequence so far that the rotary
+            embedding takes other frequencies than the cached keys have; the cache is as it was.
     """
     logits: torch.Tensor = torch.empty(len(input_ids), 0)
     name = cache_argument(model)
     # one row of logits is made instead of [chunk, vocabulary], where the model can be told so
     few_logits = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    for start, end in chunks(input_ids.shape[1], chunk_tokens=chunk_tokens, longer_than=sparse_prefill):
-        with torch.no_grad():
-            out = model(input_ids=input_ids[:, start:end], use_cache=True, **{name: cache}, **few_logits)
-        logits = out.logits[:, -1]
-        if on_progress is not None:
-            on_progress(end)
+    length, past = input_ids.shape[1], cache.get_seq_length()
+    if total_tokens is None:
+        total_tokens = past + length
+        if past and length and not reads_alike(model, past, total_tokens):
+            raise CacheMismatchError(
+                f"[prefill] input_ids: expected no more tokens than leave the rotary frequencies as they were for the "
+                f"{past} cached ones, got {length}; feed all {total_tokens} at once into a new cache, or give the "
+                "length of the whole sequence as total_tokens each time"
+            )
+    sparse = cache.config.sparse_prefill if isinstance(cache, QuestCache) else 0
+    with read_as(model, total_tokens):
+        for start, end in chunks(length, chunk_tokens=chunk_tokens, longer_than=sparse):
+            with torch.no_grad():
+                out = model(input_ids=input_ids[:, start:end], use_cache=True, **{name: cache}, **few_logits)
+            logits = out.logits[:, -1]
+            if on_progress is not None:
+                on_progress(end)
     return logits

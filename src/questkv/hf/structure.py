@@ -12,7 +12,7 @@ class Structure:
 
     torch's own guards look at every attribute and hook of every submodule, which takes several times as long
     (docs/decode.md). This looks at what changes in use: layers that are replaced or made fast, weights that are
-    replaced, converted or moved, training mode, settings of the config.
+    replaced, converted or moved, training mode, settings of the config, the type of a rotary embedding.
 
     Args:
         model: Any model; its submodules are kept alive, it and its tensors are not.
@@ -22,6 +22,7 @@ class Structure:
         modules = list(model.modules())
         self._children = [module._modules for module in modules if module._modules]
         self._tensors = [held for module in modules for held in (module._parameters, module._buffers) if held]
+        self._rotary = [module for module in modules if hasattr(module, "rope_type")]
         configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
         self._configs = [vars(config) for config in configs.values()]
         self._seen = self._look(model), [dict(config) for config in self._configs]
@@ -40,4 +41,5 @@ class Structure:
             [*map(type, modules)],
             [*map(torch.Tensor.data_ptr, tensors)],
             [tensor.dtype for tensor in tensors],
+            [module.rope_type for module in self._rotary],
         )

@@ -7,6 +7,7 @@ that leaves layers out. The model's own forward can: it returns, or it doesn't.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -74,9 +75,11 @@ def is_running(model: PreTrainedModel) -> bool:
 
 
 def attention_layers(model: torch.nn.Module) -> set[int]:
-    """The numbers of the layers that a model has, which may be fewer than its config says (pruned models)."""
-    numbers = (getattr(module, "layer_idx", None) for module in model.modules())
-    return {number for number in numbers if isinstance(number, int)}
+    """The numbers of the layers that a model has, fewer than its config says in a pruned one; empty if not known."""
+    layers = ((type(module), getattr(module, "layer_idx", None)) for module in model.modules())
+    times = Counter((kind, number) for kind, number in layers if isinstance(number, int))
+    # Stacks that share numbers run several times in a forward and give the cache others (HRM).
+    return set() if max(times.values(), default=0) > 1 else {number for _, number in times}
 
 
 def _add_hooks(model: PreTrainedModel) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from questkv.kernels import checks, dispatch
@@ -15,7 +17,8 @@ class DecodeStep:
     The tensors must not change while the step is used. `page_table` and `lengths` can be read again.
 
     Args:
-        pages: The pages of one of the layers; those of the others have the same segments, in memory of their own.
+        pages: The pages of one of the layers; those of the others have the same segments, in memory of their own, and
+            perhaps more behind them.
         page_table: As in `decode`.
         lengths: As in `decode`.
         slots: [n] int64 slots of the new tokens, as in `NewTokens`.
@@ -76,7 +79,7 @@ class DecodeStep:
             ValueError: A shape or a value is wrong, or the layer's pages aren't laid out as the step's.
             TypeError: A dtype is wrong.
         """
-        if pages.layout != self._layout:
+        if pages.layout != self._layout and not _has_grown(pages.layout, self._layout):
             raise ValueError(f"[decode] pages: expected the layout that the step was made for, got {pages.layout}")
         lengths = self.lengths
         slots, sealed, into, spans = self._new
@@ -113,3 +116,8 @@ class DecodeStep:
             NewTokens(slots, keys, values, sealed, into, spans),
         )
         return out
+
+
+def _has_grown(layout: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Whether pages of one layout are those of another and segments behind them, as a pool that grew has them."""
+    return layout[1:] == before[1:] and layout[0][: len(before[0])] == before[0]

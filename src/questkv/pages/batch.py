@@ -10,6 +10,7 @@ import torch
 
 from questkv import kernels
 from questkv.kernels.blockwise import tokens_of
+from questkv.pages.exclusive import exclusive
 from questkv.pages.pool import PagePool
 from questkv.pages.sequence import Sequence
 from questkv.pages.step import Step, describe
@@ -76,6 +77,7 @@ class SequenceBatch:
         """What `put_back` takes: the sequences and the step as they are."""
         return BatchState(self.sequences, self.step, self._before)
 
+    @exclusive
     def put_back(self, state: BatchState) -> None:
         """Be what the batch was when it had `state`.
 
@@ -84,6 +86,7 @@ class SequenceBatch:
         self._kept.sequences, self.step, self._before = state
         self.pool.recount()
 
+    @exclusive
     def reserve(self, counts: Iterable[int]) -> Step:
         """Make room for `counts` new tokens of every sequence, copying a shared page before it is written.
 
@@ -154,6 +157,7 @@ class SequenceBatch:
         assert self.step is not None, "reserve comes before write"
         return self.step
 
+    @exclusive
     def finish(self) -> None:
         """End the last step, which every layer has written: give back the pages that it replaced."""
         state = self.state
@@ -221,6 +225,7 @@ class SequenceBatch:
         self.settle()
         self._change([Sequence(self.pool) for _ in self.sequences])
 
+    @exclusive
     def _change(self, sequences: list[Sequence]) -> None:
         """Have these sequences from now on, or stay as it was."""
         state = self.state

@@ -7,6 +7,7 @@ import torch
 from questkv import kernels
 from questkv.errors import PoolFullError
 from questkv.kernels import Pages, PageSegment
+from questkv.pages.exclusive import exclusive
 from questkv.pages.geometry import PageGeometry
 from questkv.pages.memory import is_out_of_memory
 
@@ -58,6 +59,7 @@ class FetchedPages:
             self._view = Pages((*plain, self.segment))
         return self._view
 
+    @exclusive
     def follow(self, pages: Pages) -> None:
         """Take note of the layer's pages, which become more."""
         if pages is self.pages:
@@ -75,6 +77,7 @@ class FetchedPages:
         self._view = None
         self.pages = pages  # last, so that an exception before it has this done again
 
+    @exclusive
     def reserve(self, slots: int) -> None:
         """Have at least `slots` places; where there were fewer, nothing is there any more.
 
@@ -101,6 +104,7 @@ class FetchedPages:
         self._slot_of = self._filled(self.pages.num_pages + 1)
         self.slots = slots
 
+    @exclusive
     def fetch(self, page_ids: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
         """Have copies of all these pages until the next call.
 
@@ -145,6 +149,7 @@ class FetchedPages:
         self._is_changing = False
         return torch.stack([there.sum(), missing.sum()])
 
+    @exclusive
     def forget(self, page_ids: torch.Tensor) -> None:
         """Pages [n] int64 that hold something else now: their copies are void."""
         if not self.slots:
@@ -165,6 +170,7 @@ class FetchedPages:
             self._used.fill_(-1)
         self._is_changing = True
 
+    @exclusive
     def table(self, page_table: torch.Tensor) -> torch.Tensor:
         """[R, Hkv, P] pages of `view` for a page table [R, P] of the pool; -1 stays -1.
 

@@ -15,7 +15,9 @@ import torch
 def available_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on `device`, or None where nobody says."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # To the driver, what PyTorch holds in reserve for its next tensors is as used as what they lie in.
+        in_reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + in_reserve
     if device.type != "cpu":
         return None
     limits = [limit for limit in (_system(), _control_group()) if limit is not None]

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from questkv import kernels
+from questkv.pages.exclusive import exclusive
 from questkv.pages.fetched import FetchedPages, first_of_each
 
 
+# What is fetched must stay until it is read: a fork in another thread would fetch into the same places.
+@exclusive
 def decode(
     q: torch.Tensor,
     fetched: FetchedPages,

@@ -13,6 +13,7 @@ from questkv import kernels
 from questkv.errors import PoolFullError
 from questkv.kernels import Pages, PageSegment
 from questkv.kernels.gather import gather_tokens, runs_of
+from questkv.pages.exclusive import exclusive
 from questkv.pages.fetched import FetchedPages
 from questkv.pages.geometry import PageGeometry
 from questkv.pages.memory import available_bytes, give_back, is_out_of_memory
@@ -55,6 +56,8 @@ class PagePool:
 
     The counts follow from what the pool's holders hold. Whoever changes both, a batch's sequences and the counts, puts
     the sequences back after an exception, wherever it came, and calls `recount`.
+
+    Forks share a pool, and may be used in several threads, each in one: what changes the pool runs in one at a time.
 
     Args:
         geometry: The shape of a page.
@@ -130,6 +133,7 @@ class PagePool:
         """Whether a physical page is one that sealed pages move into: nothing is written there but by sealing."""
         return self._closed[page_id]
 
+    @exclusive
     def fetched(self, layer: int) -> FetchedPages | None:
         """What the device holds of a layer whose closed pages lie in host memory; None for another."""
         fetched = self._fetched[layer]
@@ -144,10 +148,9 @@ class PagePool:
     def layer(self, layer: int) -> Pages:
         """The pages of one layer, as the operators take them."""
         view = self._views.get(layer)
-        if view is None:
-            view = self._views[layer] = Pages(self._storage(layer))
-        return view
+        return self._new_view(layer) if view is None else view
 
+    @exclusive
     def add_layer(self, *, host: bool = False) -> int:
         """Storage for one more layer in every segment; returns the layer's number.
 
@@ -169,10 +172,12 @@ class PagePool:
         self._segments, self._fetched = segments, fetched
         return len(fetched) - 1
 
+    @exclusive
     def enter(self, holder: Holder) -> None:
         """Count what `holder` holds, now and after every `recount`, until it leaves."""
         self._known[id(holder)] = holder
 
+    @exclusive
     def leave(self, holder: Holder) -> None:
         """Take away what a holder holds, for good."""
         try:
@@ -183,6 +188,7 @@ class PagePool:
             self.recount()
             raise
 
+    @exclusive
     def recount(self) -> None:
         """Make the counts those of the pages that the holders hold: an exception may have left others.
 
@@ -211,6 +217,7 @@ class PagePool:
                 break
         self._closed, self._holders, self._free, self._emptied, self._views = closed, holders, free, emptied, {}
 
+    @exclusive
     def allocate(self, count: int, *, closed: bool = False, ends: Collection[int] = ()) -> list[int]:
         """Give `count` free pages of one kind to one holder, lowest first, growing the pool if need be.
 
@@ -236,12 +243,14 @@ class PagePool:
         self._emptied.difference_update(page_ids)
         return page_ids
 
+    @exclusive
     def share(self, page_ids: Iterable[int]) -> None:
         """Add a holder to each page."""
         for page_id in page_ids:
             assert self._holders[page_id] > 0, f"page {page_id} is free"
             self._holders[page_id] += 1
 
+    @exclusive
     def release(self, page_ids: Iterable[int]) -> None:
         """Take a holder from each page; one without holders is free."""
         for page_id in page_ids:
@@ -252,6 +261,7 @@ class PagePool:
                 if self.geometry.closes and not self._closed[page_id]:
                     self._emptied.add(page_id)
 
+    @exclusive
     def trim(self) -> None:
         """Give the memory of plain pages that tokens only passed through back to the system, but for a few.
 
@@ -298,6 +308,12 @@ class PagePool:
         if fetched is not None and into is not None:
             fetched.forget(into)
 
+    @exclusive
+    def _new_view(self, layer: int) -> Pages:
+        view = self._views[layer] = Pages(tuple(segment.layers[layer] for segment in self._segments))
+        return view
+
+    @exclusive
     def _locate(self, layer: int, page_id: int) -> tuple[PageSegment, int]:
         for segment in self._segments:
             if page_id < segment.pages:
@@ -308,9 +324,6 @@ class PagePool:
     def _pages_of(self, closed: bool) -> int:
         """Physical pages of one kind, free ones included."""
         return sum(segment.pages for segment in self._segments if segment.closed == closed)
-
-    def _storage(self, layer: int) -> tuple[PageSegment, ...]:
-        return tuple(segment.layers[layer] for segment in self._segments)
 
     def _num_free(self, closed: bool) -> int:
         return len(self._free[closed, False]) + len(self._free[closed, True])

@@ -14,6 +14,7 @@ from questkv.benchmark.gpu.plan import Plan, Point
 from questkv.benchmark.report import plot_attention
 from questkv.benchmark.shapes import Shape
 from questkv.environment import environment
+from questkv.files import encoded, write_whole
 
 
 def summary(point: Point, rows: list[Row]) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def write_json(path: str, values: dict[str, Any]) -> None:
     if path == "-":
         print(text)
     else:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_whole(path, encoded(text + "\n"), "--json")
 
 
 def plot(path: str, plan: Plan, results: dict[Point, list[Row]]) -> list[str]:

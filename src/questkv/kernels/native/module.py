@@ -7,9 +7,10 @@ import os
 from functools import cache
 from types import ModuleType
 
-from questkv.errors import MissingPackageError
+from questkv.errors import ConfigError, MissingPackageError
 
 _NAME = "questkv.kernels.native._native"
+_THREADS = ("libgomp", "own", "auto")
 
 
 def is_built() -> bool:
@@ -23,13 +24,18 @@ def load() -> ModuleType:
 
     Raises:
         MissingPackageError: It was not built; the message says how.
+        ConfigError: ``QUESTKV_ISA`` names an instruction set that this machine can't run, or ``QUESTKV_THREADS``
+            something else than ``libgomp``, ``own`` or ``auto``.
     """
     if not is_built():
         raise MissingPackageError(
             "[native] backend: expected the compiled module, got an installation without it; install a C++ compiler "
             "and run: pip install --force-reinstall --no-deps questkv"
         )
-    return importlib.import_module(_NAME)
+    module = importlib.import_module(_NAME)
+    _instruction_set_of(module)
+    module.use_threads(_threads())
+    return module
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -47,10 +53,22 @@ def instruction_set() -> str:
     """The one in use: ``QUESTKV_ISA``, else the best.
 
     Raises:
-        ValueError: ``QUESTKV_ISA`` names one that this machine can't run.
+        ConfigError: ``QUESTKV_ISA`` names one that this machine can't run.
     """
-    names = instruction_sets()
+    return _instruction_set_of(load())
+
+
+def _instruction_set_of(module: ModuleType) -> str:
+    names = _instruction_sets_of(module)
     name = os.environ.get("QUESTKV_ISA") or names[0]
     if name not in names:
-        raise ValueError(f"[native] QUESTKV_ISA: expected one of {', '.join(names)}, got {name}")
+        raise ConfigError(f"[native] QUESTKV_ISA: expected one of {', '.join(names)}, got {name!r}")
     return name
+
+
+def _threads() -> str:
+    """Whose threads decode steps run on (docs/native.md)."""
+    whose = os.environ.get("QUESTKV_THREADS") or _THREADS[0]
+    if whose not in _THREADS:
+        raise ConfigError(f"[native] QUESTKV_THREADS: expected one of {', '.join(_THREADS)}, got {whose!r}")
+    return whose

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from questkv.kernels.triton.language import cdiv, next_power_of_2
-from questkv.kernels.triton.launch import architecture, check_head_dim, on
+from questkv.kernels.triton.launch import architecture, check_head_dim, check_row, on
 from questkv.kernels.triton.merge import merge_parts
 from questkv.kernels.triton.parts import attend_part
 from questkv.kernels.triton.storage import storage_of
@@ -87,6 +87,7 @@ def attention(
     if not len(q):
         return out
     check_head_dim("attend", pages)
+    check_row("attend", page_table.shape[-1], pages.page_size)
     storage, dim, kv_heads, size = storage_of(pages), pages.head_dim, pages.num_kv_heads, pages.page_size
     rows, heads, width = len(q), q.shape[1], page_table.shape[-1]
     blocks = attend_blocks(

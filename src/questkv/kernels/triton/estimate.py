@@ -6,7 +6,7 @@ import torch
 
 from questkv.kernels.triton.arithmetic import widen
 from questkv.kernels.triton.language import cdiv, jit, next_power_of_2, tl
-from questkv.kernels.triton.launch import on
+from questkv.kernels.triton.launch import check_row, on
 from questkv.kernels.triton.shares import share_pages
 from questkv.kernels.triton.storage import BOXES, SCALES, place_of, row_of, storage_of
 from questkv.kernels.triton.tuning import estimate_blocks
@@ -48,6 +48,7 @@ def scores_of(
     scores = torch.empty((rows, heads, width), dtype=torch.float32, device=q.device)
     if not rows:
         return scores.new_empty((0, q.shape[1] if group == "per_head" else kv_heads, width))
+    check_row("estimate", width, pages.page_size)
     storage, dim = storage_of(pages), pages.head_dim
     blocks = estimate_blocks(dim)
     with on(q.device):

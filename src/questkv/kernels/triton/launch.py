@@ -15,6 +15,9 @@ from questkv.kernels.types import Pages
 _WITHOUT_GPU = 80
 _OLDEST = 80
 _MOST_CHANNELS = 256
+# Kernels number a row's tokens and pages, and the numbers of a page of one head, in int32, and up to a tile behind the
+# last: a tile, and the tokens of as many parts as a row may have, are far below 2^20.
+_MOST_NUMBERED = 2**31 - 2**20
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -61,4 +64,22 @@ def check_head_dim(op: str, pages: Pages) -> None:
     if pages.head_dim > _MOST_CHANNELS:
         raise UnsupportedError(
             f"[{op}] head dim: expected at most {_MOST_CHANNELS} with backend 'triton', got {pages.head_dim}"
+        )
+
+
+def check_row(op: str, pages: int, page_size: int) -> None:
+    """Raise UnsupportedError where a row has tokens without a number; `pages` is the width of the page table."""
+    if pages * page_size > _MOST_NUMBERED:
+        raise UnsupportedError(
+            f"[{op}] page_table: expected pages for at most {_MOST_NUMBERED} tokens with backend 'triton', got "
+            f"{pages * page_size}"
+        )
+
+
+def check_page(page_size: int, head_dim: int) -> None:
+    """Raise UnsupportedError where a page has keys without a number."""
+    if page_size * head_dim > _MOST_NUMBERED:
+        raise UnsupportedError(
+            f"[triton] page: expected at most {_MOST_NUMBERED} numbers, S * D, with backend 'triton', got "
+            f"{page_size * head_dim}"
         )

@@ -42,7 +42,7 @@ def scores_at(p_scores, o_p, o_g, sealed, width, G: tl.constexpr):
     Pages that must be read have no share: they would take all of it.
     """
     m = (o_g < G)[:, None] & (o_p < sealed)[None, :]
-    b_s = tl.load(p_scores + o_g[:, None] * width + o_p[None, :], mask=m, other=float("-inf"))
+    b_s = tl.load(p_scores + o_g[:, None].to(tl.int64) * width + o_p[None, :], mask=m, other=float("-inf"))
     must_read = tl.max(b_s, axis=0) == float("inf")
     return tl.where(must_read[None, :], float("-inf"), b_s), must_read
 

@@ -9,6 +9,7 @@ import torch
 
 from questkv.errors import UnsupportedError
 from questkv.kernels.triton.language import constant, jit, tl
+from questkv.kernels.triton.launch import check_page
 from questkv.kernels.types import Pages, PageSegment
 
 # Columns of the table. Offsets are in elements, from the base pointer of the tensor's kind.
@@ -66,6 +67,7 @@ def _storage(pages: Pages) -> Storage:
             f"[triton] boxes: expected boxes of pages alone with backend 'triton', got boxes of spans of "
             f"{pages.span_pages} pages too; span_pages=0 leaves them out"
         )
+    check_page(pages.page_size, pages.head_dim)
     first = pages.segments[0]
     coded = next((segment for segment in pages.segments if segment.coded), None)
     bases = (

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,55 +18,8 @@ from transformers import Gemma3TextConfig, GemmaConfig, LlamaConfig, LlamaForCau
 from questkv import models
 from questkv.errors import ConfigError, MissingPackageError, ModelError, UnsupportedError
 from questkv.models import find_model, load_model, model_cache_dir, pick_dtype, stretch_context
-
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-PIECES = ["<s>", "</s>", *[chr(ord("a") + index) for index in range(26)], "Ġ", "he"]
-
-
-def write_tiny_gguf(path: Path, *, seed: int = 0) -> Path:
-    """Write a one-layer Llama with random weights as a GGUF file."""
-    gguf = pytest.importorskip("gguf")
-    hidden, inner, heads, kv_heads = 32, 64, 4, 2
-    rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_rope_dimension_count(hidden // heads)
-    writer.add_vocab_size(len(PIECES))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(PIECES)
-    writer.add_token_types([3, 3] + [1] * (len(PIECES) - 2))
-    writer.add_token_merges(["h e"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_chat_template(TEMPLATE)
-    kv = hidden * kv_heads // heads
-    shapes = {
-        "token_embd": (len(PIECES), hidden),
-        "output_norm": (hidden,),
-        "blk.0.attn_norm": (hidden,),
-        "blk.0.ffn_norm": (hidden,),
-        "blk.0.attn_q": (hidden, hidden),
-        "blk.0.attn_k": (kv, hidden),
-        "blk.0.attn_v": (kv, hidden),
-        "blk.0.attn_output": (hidden, hidden),
-        "blk.0.ffn_gate": (inner, hidden),
-        "blk.0.ffn_up": (inner, hidden),
-        "blk.0.ffn_down": (hidden, inner),
-    }
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", rng.standard_normal(shape, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+from questkv.models.gguf import convert, copies
+from tiny_gguf import PIECES, TEMPLATE, write_tiny_gguf
 
 
 @pytest.fixture
@@ -85,17 +38,17 @@ def tiny_gguf(tmp_path: Path) -> Path:
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     """The GGUF files that were unpacked so far."""
     seen: list[Path] = []
-    real = models._unpack_gguf
+    real = convert.convert
 
     def count(path: Path, dtype: torch.dtype) -> object:
         seen.append(path)
         return real(path, dtype)
 
-    monkeypatch.setattr(models, "_unpack_gguf", count)
+    monkeypatch.setattr(convert, "convert", count)
     return seen
 
 
-def copies(kept: Path) -> list[str]:
+def kept_copies(kept: Path) -> list[str]:
     return sorted(path.name for path in kept.iterdir())
 
 
@@ -120,7 +73,7 @@ def test_each_dtype_and_each_content_has_its_copy(tiny_gguf: Path, kept: Path, u
     write_tiny_gguf(tiny_gguf, seed=1)
     load_model(str(tiny_gguf), dtype="float32", device="cpu")
     assert len(unpacked) == 3
-    assert len(copies(kept)) == 3
+    assert len(kept_copies(kept)) == 3
 
 
 def test_a_moved_file_uses_the_same_copy(tiny_gguf: Path, kept: Path, unpacked: list[Path]) -> None:
@@ -143,7 +96,7 @@ def test_a_half_written_copy_is_never_used(
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", killed)
     with pytest.raises(KeyboardInterrupt):
         load_model(str(tiny_gguf), dtype="float32", device="cpu")
-    assert copies(kept) == []
+    assert kept_copies(kept) == []
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", real)
     load_model(str(tiny_gguf), dtype="float32", device="cpu")
     assert len(unpacked) == 2
@@ -169,7 +122,7 @@ def test_a_full_disk_costs_a_warning_not_the_model(
     with pytest.warns(UserWarning, match="No space left on device") as caught:
         model = load_model(str(tiny_gguf), dtype="float32", rope_factor=2.0, attention="eager", device="cpu").model
     assert len([warning for warning in caught if "kept in" in str(warning.message)]) == 1
-    assert copies(kept) == []
+    assert kept_copies(kept) == []
     assert model.config.max_position_embeddings == 512
     assert model.config._attn_implementation == "eager"
     assert model(torch.tensor([[2, 3]])).logits.isfinite().all()
@@ -193,15 +146,15 @@ def test_a_damaged_copy_is_made_again(tiny_gguf: Path, kept: Path, unpacked: lis
 def test_a_copy_made_meanwhile_by_another_process_is_used(
     tiny_gguf: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = models._keep_copy
+    real = copies.keep
 
-    def late(model: object, tokenizer: object, target: Path) -> bool:
-        assert real(model, tokenizer, target)
-        return real(model, tokenizer, target)
+    def late(target: Path, write: Callable[[Path], None]) -> None:
+        real(target, write)
+        real(target, write)
 
-    monkeypatch.setattr(models, "_keep_copy", late)
+    monkeypatch.setattr(copies, "keep", late)
     load_model(str(tiny_gguf), dtype="float32", device="cpu")
-    assert len(copies(kept)) == 1
+    assert len(kept_copies(kept)) == 1
 
 
 def test_a_file_that_is_no_gguf_is_one_line(tmp_path: Path, kept: Path) -> None:

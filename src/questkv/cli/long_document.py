@@ -1,0 +1,56 @@
+"""A document that is far longer than the model's context: refused or cut before all of it is made into tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from questkv.errors import DocumentError
+from questkv.evaluate.chat import text_ids
+from questkv.evaluate.excerpt import Excerpt, beginning, ending
+
+
+def shorten(text: str, limit: int | None, tokenizer: Any, *, tail: bool) -> Excerpt:
+    """The part of a document that can matter: all of it where it may fit the context.
+
+    What comes back is still to be fitted, by its exact tokens.
+
+    Args:
+        text: The document.
+        limit: The model's context in tokens; None where it isn't known.
+        tokenizer: The model's.
+        tail: ``--tail``: an end longer than the context, in place of a refusal.
+
+    Raises:
+        DocumentError: It is longer than the context, and `tail` is False.
+    """
+    if limit is None:
+        return Excerpt(text, None, None)
+    part = (ending if tail else beginning)(text, limit, lambda words: text_ids(tokenizer, words))
+    if part.estimate is not None and not tail:
+        raise DocumentError(
+            f"the document is too long: about {part.estimate:,} tokens, and the model's context is {limit:,}; use its "
+            f"last part with --tail, or stretch the context with --rope-factor {_factor_for(part.estimate, limit)}"
+        )
+    return part
+
+
+def left_out(part: Excerpt, tokens: int, cut: int) -> str:
+    """The line that says what ``--tail`` left out.
+
+    Args:
+        part: What `shorten` gave.
+        tokens: Tokens of the part.
+        cut: How many of them were left out.
+    """
+    if part.estimate is None:
+        return f"--tail: the first {cut:,} of the document's {tokens:,} tokens were left out"
+    kept = tokens - cut
+    return f"--tail: all but the last {kept:,} of the document's about {part.estimate:,} tokens were left out"
+
+
+def _factor_for(total: int, limit: int) -> int:
+    """The smallest power of two that stretches a context to `total` tokens."""
+    factor = 2
+    while factor * limit < total:
+        factor *= 2
+    return factor
