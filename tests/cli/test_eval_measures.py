@@ -73,10 +73,12 @@ def write_records(folder: Path, name: str) -> None:
 
 
 def test_longbench_has_a_table_for_each_data_set(run: Run, tiny_model: str, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
     for name in ("hotpotqa", "trec"):
-        write_records(tmp_path, name)
+        write_records(data, name)
     done = run(
-        *("eval", "longbench", "--data", str(tmp_path), "--datasets", "hotpotqa,trec", "--max-length", "600"),
+        *("eval", "longbench", "--data", str(data), "--datasets", "hotpotqa,trec", "--max-length", "600"),
         *("--methods", "full,quest", "--budgets", "128", "--samples", "1", "--model", tiny_model, "--output", "out"),
         *("--dtype", "float32", "--plot", "figure.svg"),
     )

@@ -77,6 +77,14 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", _FULL, "conv", "conv", _FULL, "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
     # Other rotary frequencies where a sequence is longer than 150 tokens.
     "llama-dynamic": (
         "LlamaConfig",
@@ -99,14 +107,6 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": None,
             "num_local_experts": 3,
             "num_experts_per_tok": 2,
-        },
-    ),
-    "lfm2": (
-        "Lfm2Config",
-        {
-            "num_hidden_layers": 6,
-            "layer_types": ["conv", _FULL, "conv", "conv", _FULL, "conv"],
-            "block_auto_adjust_ff_dim": False,
         },
     ),
     # Its first layer is replaced by one with other KV heads (see `build`).

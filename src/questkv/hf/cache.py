@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -25,6 +26,7 @@ from questkv.hf.group import Softmax
 from questkv.hf.hybrid_layer import PagedHybridLayer
 from questkv.hf.layer import PagedLayer
 from questkv.hf.local_attention import local_attention
+from questkv.hf.own_layers import OwnLayers
 from questkv.hf.report import CacheReport, LayerReport
 from questkv.hf.state import Observer, PagedState
 from questkv.hf.step_operator import new_handle
@@ -70,18 +72,11 @@ class QuestCache(Cache):
         cross = getattr(model_config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
         paged = [i for i in paged_layers(model_config, layers) if i not in cross]
         _warn_if_few(len(paged), len(layers))
-        linear = {
-            i: LinearAttentionLayer(number_of_states=layer.number_of_states)
-            for i, layer in enumerate(layers)
-            if i in paged and isinstance(layer, LinearAttentionCacheLayerMixin)
-        }
-        own = [linear.get(i, layer) for i, layer in enumerate(layers) if i in linear or i not in paged]
-        self.state = PagedState(self.config, paged, max_tokens, own)
+        self.state = PagedState(self.config, paged, max_tokens)
         super().__init__(
-            layers=[
-                self._paged(i, linear.get(i), model_config) if i in paged else layer for i, layer in enumerate(layers)
-            ]
+            layers=[self._paged(i, own, model_config) if i in paged else own for i, own in enumerate(layers)]
         )
+        self.state.own = OwnLayers(_own(self.layers))
         # The layer whose update begins a forward.
         self._first_layer = next(
             i for i, layer in enumerate(layers) if i in paged or getattr(layer, "is_sliding", False)
@@ -277,14 +272,13 @@ class QuestCache(Cache):
         other.__dict__.update(self.__dict__)
         other._handle, other._local_masks = None, {}
         other.config = self.config if config is None else config
-        own = copy.deepcopy(self.state.own.layers)
-        other.state = self.state.fork(other.config, own)
+        other.state = self.state.fork(other.config)
         try:
-            copies = iter(own)
             other.layers = [
-                layer.over(other.state, copies) if isinstance(layer, PagedLayer) else next(copies)
+                layer.over(other.state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer)
                 for layer in self.layers
             ]
+            other.state.own = OwnLayers(_own(other.layers))
             return other
         except BaseException:
             other.state.free()
@@ -341,12 +335,6 @@ class QuestCache(Cache):
         """Keep the sequences at `indices` (numbers, or a bool mask)."""
         self._reorder(self._rows()[indices.cpu()])
 
-    def _paged(self, index: int, linear: LinearAttentionLayer | None, model_config: PreTrainedConfig) -> PagedLayer:
-        """What takes the place of a layer of transformers' that holds every token's keys and values."""
-        if linear is not None:
-            return PagedHybridLayer(self.state, index, model_config, linear)
-        return PagedLayer(self.state, index, model_config)
-
     def _rows(self) -> torch.Tensor:
         """[B] int64 the numbers of the sequences."""
         self.state.settle()
@@ -358,6 +346,13 @@ class QuestCache(Cache):
             self.state.own.reorder(indices)
 
         self.state.change(reorder)
+
+    def _paged(self, index: int, own: CacheLayerMixin, model_config: PreTrainedConfig) -> PagedLayer:
+        """What takes the place of a layer of transformers' that holds every token's keys and values."""
+        if isinstance(own, LinearAttentionCacheLayerMixin):
+            linear = LinearAttentionLayer(number_of_states=own.number_of_states)
+            return PagedHybridLayer(self.state, index, model_config, linear)
+        return PagedLayer(self.state, index, model_config)
 
     def _check_own_layers(self) -> None:
         """Between forwards every layer holds the same columns.
@@ -371,6 +366,12 @@ class QuestCache(Cache):
                     f"layers hold, got {layer.get_seq_length()}, left by a forward that was interrupted; call "
                     "cache.reset() and start again"
                 )
+
+
+def _own(layers: Sequence[Any]) -> list[Any]:
+    """The layers that are transformers' own, and what a layer keeps besides its pages."""
+    own = (layer.linear if isinstance(layer, PagedHybridLayer) else layer for layer in layers)
+    return [layer for layer in own if not isinstance(layer, PagedLayer)]
 
 
 def _warn_if_few(paged: int, layers: int) -> None:

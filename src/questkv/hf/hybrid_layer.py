@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ class PagedHybridLayer(PagedLayer, LinearAttentionCacheLayerMixin):
         PagedLayer.__init__(self, state, index, model_config)
         self.linear = linear
 
-    def over(self, state: PagedState, own: Iterator[Any]) -> PagedHybridLayer:
-        """The same layer over a fork's state, with a copy of its recurrent states."""
-        return PagedHybridLayer(state, self.index, self.model_config, next(own))
+    def over(self, state: PagedState) -> PagedHybridLayer:
+        """The same layer over another state, with a copy of its recurrent states."""
+        return PagedHybridLayer(state, self.index, self.model_config, copy.deepcopy(self.linear))
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -131,13 +130,8 @@ class PagedLayer(CacheLayerMixin):
         self.model_config = model_config
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def over(self, state: PagedState, own: Iterator[Any]) -> PagedLayer:
-        """The same layer over a fork's state.
-
-        Args:
-            state: The fork's.
-            own: Copies of what the cache holds besides pages, of which the layer takes its own.
-        """
+    def over(self, state: PagedState) -> PagedLayer:
+        """The same layer over another state (a fork's)."""
         return PagedLayer(state, self.index, self.model_config)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,12 +36,9 @@ class PagedState:
         config: The method's configuration.
         paged_layers: The model's layers that are paged, ascending.
         max_tokens: Most tokens that the pages may hold, over all sequences.
-        own: The cache's layers that are transformers' own.
     """
 
-    def __init__(
-        self, config: QuestConfig, paged_layers: list[int], max_tokens: int | None, own: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, config: QuestConfig, paged_layers: list[int], max_tokens: int | None) -> None:
         self.config = config
         self.paged_layers = paged_layers
         self.max_tokens = max_tokens
@@ -51,7 +48,8 @@ class PagedState:
         self.groups: dict[PageGeometry, Group] = {}
         self.observer: Observer | None = None
         self.counts = PageCounts()
-        self.own = OwnLayers(own)
+        # The cache's layers that are transformers' own; the cache says which.
+        self.own = OwnLayers(())
         self._forward: Columns | None = None
         self.attendance = Attendance(paged_layers)
         # What is put back if what is under way fails.
@@ -312,15 +310,15 @@ class PagedState:
         for group in self.groups.values():
             group.batch.free()
 
-    def fork(self, config: QuestConfig, own: Sequence[Any]) -> PagedState:
-        """The same tokens in a second state, sharing every page; its counts start at zero, and `own` are its layers."""
+    def fork(self, config: QuestConfig) -> PagedState:
+        """The same tokens in a second state, sharing every page; its counts start at zero."""
         for name in ("page_size", "box_dtype", "kv_dtype", "span_pages", "offload"):
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(
                     f"[fork] {name}: expected {getattr(self.config, name)!r} as in the shared pages, "
                     f"got {getattr(config, name)!r}"
                 )
-        other = PagedState(config, self.paged_layers, self.max_tokens, own)
+        other = PagedState(config, self.paged_layers, self.max_tokens)
         other.columns, other.real = self.columns, self.real
         other.attendance = self.attendance.fork()
         try:

@@ -54,10 +54,10 @@ class PagePool:
     Pages are plain, where tokens are written, or closed, where a page is moved when it is sealed: coded with
     ``kv_dtype="int8"``, in host memory with ``offload="host"``. A segment has one kind, the first is plain.
 
-    Forks share a pool, and may be used in several threads, each in one: what changes the pool runs in one at a time.
-
     The counts follow from what the pool's holders hold. Whoever changes both, a batch's sequences and the counts, puts
     the sequences back after an exception, wherever it came, and calls `recount`.
+
+    Forks share a pool, and may be used in several threads, each in one: what changes the pool runs in one at a time.
 
     Args:
         geometry: The shape of a page.
@@ -310,7 +310,7 @@ class PagePool:
 
     @exclusive
     def _new_view(self, layer: int) -> Pages:
-        view = self._views[layer] = Pages(self._storage(layer))
+        view = self._views[layer] = Pages(tuple(segment.layers[layer] for segment in self._segments))
         return view
 
     @exclusive
@@ -324,9 +324,6 @@ class PagePool:
     def _pages_of(self, closed: bool) -> int:
         """Physical pages of one kind, free ones included."""
         return sum(segment.pages for segment in self._segments if segment.closed == closed)
-
-    def _storage(self, layer: int) -> tuple[PageSegment, ...]:
-        return tuple(segment.layers[layer] for segment in self._segments)
 
     def _num_free(self, closed: bool) -> int:
         return len(self._free[closed, False]) + len(self._free[closed, True])
