@@ -40,11 +40,14 @@ help:
 demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py
 
+# A process for each core, with one thread each: threads of several processes that wait for one another hold the cores.
+pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
 test: $(DEVELOP)
-	@$(BIN)/python -m pytest -m "not sweep" $(ARGS)
+	@$(pytest) -m "not sweep" $(ARGS)
 
 test-all: $(DEVELOP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(pytest) $(ARGS)
 
 models: $(DEVELOP)
 	@PYTHONPATH=tests $(BIN)/python -m sweep.table
