@@ -21,12 +21,13 @@ EVALUATED ?= build/evaluate
 NOVEL := examples/sherlock_holmes.txt
 evaluated = --resume --output $(EVALUATED)/$(1) --markdown $(EVALUATED)/$(1).md --plot $(EVALUATED)/$(1).png
 
-.PHONY: help demo test test-all models evaluate sanitize arm lint format install develop clean
+.PHONY: help demo test test-all test-long models evaluate sanitize arm lint format install develop clean
 
 help:
 	@echo "make demo     answer a question from a long text with a small model, dense and sparse"
 	@echo "make test     run the tests"
 	@echo "make test-all run them, and try every causal language model class of transformers"
+	@echo "make test-long send thousands of signals, exceptions and damaged files (many minutes)"
 	@echo "make models   try every class and write what came out into docs/models.md"
 	@echo "make evaluate measure what a budget costs in quality: every table, with few samples, into $(EVALUATED)"
 	@echo "make sanitize run the C++ core's tests under AddressSanitizer and UndefinedBehaviorSanitizer"
@@ -44,10 +45,13 @@ demo: $(INSTALLED)
 pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 test: $(DEVELOP)
-	@$(pytest) -m "not sweep" $(ARGS)
+	@$(pytest) -m "not sweep and not long" $(ARGS)
 
 test-all: $(DEVELOP)
-	@$(pytest) $(ARGS)
+	@$(pytest) -m "not long" $(ARGS)
+
+test-long: $(DEVELOP)
+	@$(pytest) -m long $(ARGS)
 
 models: $(DEVELOP)
 	@PYTHONPATH=tests $(BIN)/python -m sweep.table

@@ -12,7 +12,7 @@ import pytest
 SIGNALS = 1000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_a_signal_at_any_moment_ends_in_one_line_or_a_right_answer(
     tiny_model: str, document: Path, child_environment: dict[str, str]

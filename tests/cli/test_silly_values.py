@@ -44,7 +44,7 @@ def by_command() -> dict[tuple[str, ...], list[tuple[str, str]]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", [path for path in by_command() if path[-1] not in ("info", "attention")], ids=" ".join)
 def test_silly_values_are_one_line(
     run: Run, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: tuple[str, ...]

@@ -167,7 +167,7 @@ def test_an_exception_leaves_every_layer_as_it_was(host: None, kind: str, operat
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_at_every_line_leaves_every_layer_as_it_was(host: None, kind: str, operation: str) -> None:

@@ -161,7 +161,7 @@ def test_a_hybrid_whose_pool_is_full_keeps_what_it_holds(name: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no interval timer")
-@pytest.mark.parametrize("signals", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signals", [20, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 def test_signals_at_any_time_lose_no_token_and_mix_none(name: str, signals: int) -> None:
     """Decoding goes on at the column that the cache says, as often as Ctrl-C comes."""

@@ -212,7 +212,7 @@ def outcome(act: Callable[[], object]) -> str:
     return "done"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mutated_files_load_or_are_refused_in_one_line(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", metadata=lambda writer: writer.add_rope_scaling_factor(4.0))
     content = path.read_bytes()
