@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_models import write_tiny_gguf
 
 from questkv.benchmark.decode_contents import make_contents
 from questkv.benchmark.decoders import ModelDecoder, dynamic_cache
 from questkv.benchmark.llama_cpp import Filler, LlamaCpp, convert
 from questkv.errors import ModelError
 from questkv.models import load_model
+from tiny_gguf import write_tiny_gguf
 
 pytest.importorskip("llama_cpp", reason="llama.cpp is timed only where llama-cpp-python is installed")
 BLOCK = 64
