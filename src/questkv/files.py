@@ -99,9 +99,14 @@ def encoded(text: str) -> bytes:
 def _real(target: str | Path, label: str) -> Path:
     """Where a name leads, links followed."""
     try:
-        return Path(os.path.realpath(target))
-    except (OSError, ValueError) as error:  # a NUL in the name
+        path = Path(os.path.realpath(target))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+        return path
+    except ValueError as error:  # a NUL in the name
         raise OutputError(f"{label} {target}: is no name of a file: {error}") from None
+    except OSError as error:  # too long, or behind a folder that isn't ours to look into
+        raise OutputError(f"{label} {target}: can't be written: {error.strerror or error}") from None
 
 
 def _is_stream(path: Path) -> bool:
