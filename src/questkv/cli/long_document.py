@@ -29,7 +29,7 @@ def shorten(text: str, limit: int | None, tokenizer: Any, *, tail: bool) -> Exce
     if part.estimate is not None and not tail:
         raise DocumentError(
             f"the document is too long: about {part.estimate:,} tokens, and the model's context is {limit:,}; use its "
-            f"last part with --tail, or stretch the context with --rope-factor {_factor_for(part.estimate, limit)}"
+            f"last part with --tail, or stretch the context with --rope-factor {factor_for(part.estimate, limit)}"
         )
     return part
 
@@ -48,7 +48,7 @@ def left_out(part: Excerpt, tokens: int, cut: int) -> str:
     return f"--tail: all but the last {kept:,} of the document's about {part.estimate:,} tokens were left out"
 
 
-def _factor_for(total: int, limit: int) -> int:
+def factor_for(total: int, limit: int) -> int:
     """The smallest power of two that stretches a context to `total` tokens."""
     factor = 2
     while factor * limit < total:

@@ -15,6 +15,7 @@ import torch
 from transformers import StoppingCriteriaList, set_seed
 
 from questkv.cli.generation import Generation
+from questkv.cli.long_document import factor_for
 from questkv.cli.prompt import Conversation, Prompt, common
 from questkv.cli.stream import StopWhenAsked, TextStream
 from questkv.config import QuestConfig
@@ -184,7 +185,7 @@ class Session:
             raise DocumentError(
                 f"the document is too long: {total:,} tokens ({tokens:,} of the document, {total - tokens:,} for the "
                 f"question and the answer), and the model's context is {limit:,}; stretch it with "
-                f"--rope-factor {_factor_for(total, limit)}, or use the document's last part with --tail"
+                f"--rope-factor {factor_for(total, limit)}, or use the document's last part with --tail"
             )
         left_out = total - limit
         while left_out < tokens:
@@ -301,14 +302,6 @@ class Session:
 def seed(number: int) -> None:
     """Start the random numbers that sampling draws."""
     set_seed(number)
-
-
-def _factor_for(total: int, limit: int) -> int:
-    """The smallest power of two that stretches a context to `total` tokens."""
-    factor = 2
-    while factor * limit < total:
-        factor *= 2
-    return factor
 
 
 def last_part(tokenizer: Any, text: str, tokens: int) -> str:

@@ -18,7 +18,6 @@ from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.attention import NAME
 from questkv.hf.cache import QuestCache
 from questkv.hf.compiled import arguments_of, compiled_step, refuse_compiled_forward
-from questkv.hf.counts import PageCounts
 from questkv.hf.linear_layers import fast_linear_layers
 from questkv.hf.prefill import cache_argument
 from questkv.hf.support import check_cache_implementation
@@ -169,9 +168,9 @@ class AttachedModel:
         if cache.get_seq_length() >= ids.shape[1]:
             return None
         # What was read so far stays counted.
-        counts, cache.state.counts = cache.state.counts, PageCounts()
+        counted = cache.state.counts.counted
         cache.reset()
-        cache.state.counts = counts
+        cache.state.counts.counted = counted
         return cache
 
     def _current(self) -> Entry | None:

@@ -46,14 +46,15 @@ class Group:
 
         `asked` are the queries of every sequence where these are fewer than its new tokens, of which they are the last.
         """
-        value_dim = self.pool.geometry.value_dim
-        if not query.shape[0]:
-            return query.new_empty((*query.shape[:2], value_dim))
         plan = self._plan()
         if asked is not None:
             plan = Plan(plan.step, plan.config, asked)
+        if len(query) and plan.every_query_is_a_row:
+            return self._decode(layer, plan, query, softmax, counts)
+        out = query.new_empty((*query.shape[:2], self.pool.geometry.value_dim))
+        if not len(query):
+            return out  # a chunk of padding: the pool may have no page yet
         pages = self.pool.layer(self.layers[layer])
-        out = query.new_empty((*query.shape[:2], value_dim))
         for run in plan.runs:
             out[run.tokens] = kernels.prefill(
                 query[run.tokens],
@@ -65,12 +66,8 @@ class Group:
                 sinks=softmax.sinks,
                 backend=plan.config.backend,
             )
-        if not len(plan.rows):
-            return out
-        rows = self._decode(layer, plan, query if plan.every_query_is_a_row else query[plan.rows], softmax, counts)
-        if plan.every_query_is_a_row:
-            return rows
-        out[plan.rows] = rows
+        if len(plan.rows):
+            out[plan.rows] = self._decode(layer, plan, query[plan.rows], softmax, counts)
         return out
 
     def step(
