@@ -33,7 +33,8 @@ def small(**fields: Any) -> Recall:
 
 
 def run(recall: Recall, loaded: LoadedModel, folder: Path, *, resume: bool = False) -> list[dict[str, Any]]:
-    with Results.open(folder, {"settings": recall.settings()}, resume=resume) as results:
+    described = {"task": "recall", "settings": recall.settings(), "environment": {}}
+    with Results.open(folder, described, resume=resume) as results:
         run_recall(recall, loaded, list_samples(recall, loaded), results, lambda share, what: None)
         return list(results.rows)
 

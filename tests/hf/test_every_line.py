@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hf.every_line import stopped_at
 from hf.tiny_models import pad_left, pair, tokens
 from questkv import QuestCache, QuestConfig
 from questkv.pages import geometry
+from questkv.pages.exclusive import LOCK
 
 # A fork that nobody wants any more gives its pages back as it goes, where an exception can't come out.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -123,6 +125,15 @@ def after(case: Case, cache: QuestCache) -> torch.Tensor:
     return torch.cat([feed(case.model, cache, tokens(rows, n, seed=4 + n)) for n in (1, 2)], dim=1)
 
 
+def is_free(lock: Any) -> bool:
+    """Whether another thread could take it."""
+    with ThreadPoolExecutor(1) as thread:
+        taken = thread.submit(lock.acquire, blocking=False).result()
+        if taken:
+            thread.submit(lock.release).result()
+    return taken
+
+
 def inject(case: Case, operation: str, lines: range) -> int:
     """Exceptions that came out of an operation, each at another line; all that must hold is asserted."""
     run = OPERATIONS[operation]
@@ -135,6 +146,7 @@ def inject(case: Case, operation: str, lines: range) -> int:
         ran, came_out = stopped_at(line, lambda cache=cache: run(case, cache))
         if not ran:
             break
+        assert is_free(LOCK), f"line {line}"
         if came_out:
             count += 1
             assert cache.get_seq_length() == int(before[0][0]), f"line {line}"
