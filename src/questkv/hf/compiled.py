@@ -107,8 +107,14 @@ class CompiledStep:
                 return graph
         # torch counts compilations by code object, so every structure gets one of its own.
         run = FunctionType(_run.__code__.replace(), globals(), "questkv_step")
-        # The shapes of what operators give are asserted some 900 times a step; those of ours are tested.
-        graph = torch.compile(run, fullgraph=True, options={"guard_filter_fn": _not_modules, "size_asserts": False})
+        options = {
+            "guard_filter_fn": _not_modules,
+            # The shapes of what operators give are asserted some 900 times a step; those of ours are tested.
+            "size_asserts": False,
+            # One token's sums end sooner in one thread; and torch's, once awake, spin on the cores that ours need.
+            "cpp.min_chunk_size": 16384,
+        }
+        graph = torch.compile(run, fullgraph=True, options=options)
         self._graphs = [(Structure(model), graph), *self._graphs[: _MOST_KEPT - 1]]
         return graph
 

@@ -10,7 +10,7 @@ from types import ModuleType
 from questkv.errors import ConfigError, MissingPackageError
 
 _NAME = "questkv.kernels.native._native"
-_THREADS = ("libgomp", "own", "auto")
+_THREADS = ("auto", "libgomp", "own")
 
 
 def is_built() -> bool:
@@ -25,7 +25,7 @@ def load() -> ModuleType:
     Raises:
         MissingPackageError: It was not built; the message says how.
         ConfigError: ``QUESTKV_ISA`` names an instruction set that this machine can't run, or ``QUESTKV_THREADS``
-            something else than ``libgomp``, ``own`` or ``auto``.
+            something else than ``auto``, ``libgomp`` or ``own``.
     """
     if not is_built():
         raise MissingPackageError(
