@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,7 +108,8 @@ def _memory_line(error: BaseException) -> str:
 def _noted_interrupts() -> Iterator[list[int]]:
     """Note each Ctrl-C before it is raised as a KeyboardInterrupt.
 
-    A handler can be set in the main thread only; and a Ctrl-C that the shell told us to ignore stays ignored.
+    A handler can be set in the main thread only; and a Ctrl-C that the shell told us to ignore stays ignored. One that
+    comes while Python calls a ``__del__`` would be shown there and lost; it is sent again.
     """
     noted: list[int] = []
 
@@ -119,8 +121,27 @@ def _noted_interrupts() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         yield noted
         return
+    show = sys.unraisablehook
+
+    def again(lost: sys.UnraisableHookArgs) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            show(lost)
+            return
+        threading.Thread(target=send_outside, daemon=True).start()
+
+    def send_outside() -> None:
+        """Send it when the main thread is out of `again`, where it would be lost once more."""
+        while again.__code__ in (frame.f_code for frame, _ in traceback.walk_stack(main_frame())):
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+
+    def main_frame() -> FrameType | None:
+        return sys._current_frames().get(threading.main_thread().ident or 0)
+
     signal.signal(signal.SIGINT, note)
+    sys.unraisablehook = again
     try:
         yield noted
     finally:
+        sys.unraisablehook = show
         signal.signal(signal.SIGINT, before)
