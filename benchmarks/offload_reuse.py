@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from questkv import QuestCache, QuestConfig, kernels
-from questkv.hf.group import Softmax
 from questkv.hf.prefill import cache_argument, prefill
+from questkv.kernels import Softmax
 from questkv.models import load_model
 
 NOVEL = Path(__file__).parents[1] / "examples" / "sherlock_holmes.txt"

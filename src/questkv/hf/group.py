@@ -10,17 +10,9 @@ import torch
 from questkv import kernels
 from questkv.hf.counts import PageCounts
 from questkv.hf.plan import Plan
+from questkv.kernels import Softmax
 from questkv.pages import PagePool, SequenceBatch, offload
 from questkv.pages.fetched import FetchedPages
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """How logits become weights: the softmax scale, and `softcap` and `sinks` as in `kernels.attend`."""
-
-    scale: float
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
 
 
 @dataclass

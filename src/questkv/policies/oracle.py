@@ -11,8 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from questkv.config import QuestConfig
-from questkv.hf.group import Softmax
-from questkv.kernels import select
+from questkv.kernels import Softmax, select
 from questkv.policies.budget import fit
 from questkv.policies.cache import PolicyCache, dense_layer
 from questkv.policies.context import Context
