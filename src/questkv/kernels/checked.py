@@ -1,4 +1,4 @@
-"""`Checked`: tensors that many layers are given, whose values are looked at once."""
+"""What the structs of the operators have in common: a backend's own form of them, and values looked at once."""
 
 from __future__ import annotations
 
@@ -9,18 +9,29 @@ import torch
 from questkv.kernels.types import Pages
 
 
-class Checked:
+class Bound:
+    """A struct that a backend may keep its own form of.
+
+    Attributes:
+        bound: What a backend has made of it, None before.
+    """
+
+    bound: Any = None
+
+    def bind(self, bound: Any) -> Any:
+        """Keep what a backend has made of it, and give it back."""
+        object.__setattr__(self, "bound", bound)
+        return bound
+
+
+class Checked(Bound):
     """What the layers of one geometry share in a decode step.
 
     The values are checked against the pages of the first layer that is given them, and again only for pages of another
     layout, or after a tensor was changed in place. Tensors that were made in inference mode don't tell whether they
     were changed: those must stay as they are.
-
-    Attributes:
-        bound: What a backend has made of it, to be made again after a tensor was changed in place.
     """
 
-    bound: Any = None
     _tensors: tuple[torch.Tensor, ...] = ()
     _known: tuple[tuple[Any, ...], int] | None = None
 
@@ -41,7 +52,7 @@ class Checked:
 
     def _know(self, layout: tuple[Any, ...]) -> None:
         object.__setattr__(self, "_known", (layout, self._version()))
-        object.__setattr__(self, "bound", None)
+        self.bind(None)
 
     def _version(self) -> int:
         version = 0

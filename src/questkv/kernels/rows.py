@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,6 +29,8 @@ class Rows(Checked):
         TypeError: A dtype is wrong.
     """
 
+    _forced: ClassVar[int] = -1  # sink and recent pages that K is known to have room for
+
     page_table: torch.Tensor
     lengths: torch.Tensor
     num_selected: torch.Tensor | None = None
@@ -44,6 +47,18 @@ class Rows(Checked):
                 raise ValueError(f"[Rows] {name}: expected [R={table.shape[0]}], got {list(tensor.shape)}")
             check_indices("Rows", name, tensor, table.device)
         self._watch(table, self.lengths, self.num_selected)
+
+    def holds(self, forced: int) -> bool:
+        """Whether K is known to have room for so many pages; asked after `fits`."""
+        return forced <= self._forced
+
+    def note_forced(self, forced: int) -> None:
+        """K has room for so many pages, in every row that has them."""
+        object.__setattr__(self, "_forced", forced)
+
+    def _know(self, layout: tuple[Any, ...]) -> None:
+        super()._know(layout)
+        self.note_forced(-1)
 
     def selecting(self, num_selected: torch.Tensor | None) -> Rows:
         """The same rows with another K, their page table and lengths as well known as here."""

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 
 from questkv.config import GROUP_RULES, QuestConfig
+from questkv.kernels.checked import Bound
 
-_DEFAULT = QuestConfig()
+_CONFIG = QuestConfig()
 
 
 @dataclass(frozen=True)
-class Scoring:
+class Scoring(Bound):
     """How an operator scores pages and which of them it always chooses; by default what `QuestConfig` says.
 
     Attributes:
@@ -25,10 +26,10 @@ class Scoring:
         TypeError: A count isn't an int.
     """
 
-    optimism: float = _DEFAULT.optimism
-    group: str = _DEFAULT.group
-    sink_pages: int = _DEFAULT.sink_pages
-    recent_pages: int = _DEFAULT.recent_pages
+    optimism: float = _CONFIG.optimism
+    group: str = _CONFIG.group
+    sink_pages: int = _CONFIG.sink_pages
+    recent_pages: int = _CONFIG.recent_pages
 
     def __post_init__(self) -> None:
         if not (isinstance(self.optimism, float | int) and math.isfinite(self.optimism) and self.optimism >= 0):
@@ -51,3 +52,6 @@ class Scoring:
     def forced_pages(self) -> int:
         """Pages that are always selected: a row may read at least so many, or all that it has."""
         return self.sink_pages + self.recent_pages
+
+
+DEFAULT = Scoring()

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from questkv.kernels.checked import Bound
+
 
 @dataclass(frozen=True)
-class Softmax:
+class Softmax(Bound):
     """How an operator turns logits into weights.
 
     Attributes:
         scale: Softmax scale, usually D ** -0.5.
         softcap: Logits become ``softcap * tanh(logit / softcap)`` (Gemma 2); None leaves them as they are.
         sinks: [Hq] a float dtype on the queries' device: one more logit per query head that takes mass and adds nothing
-            to the output (gpt-oss); None for none.
+            to the output (gpt-oss); None for none. Make another `Softmax` where it changes.
 
     Raises:
         ValueError: A number isn't positive and finite, or `sinks` isn't a list of numbers.
