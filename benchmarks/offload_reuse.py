@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from questkv import QuestCache, QuestConfig, kernels
-from questkv.hf.group import Softmax
 from questkv.hf.prefill import cache_argument, prefill
+from questkv.kernels import Softmax
 from questkv.models import load_model
 
 NOVEL = Path(__file__).parents[1] / "examples" / "sherlock_holmes.txt"
@@ -59,13 +59,12 @@ class Counter:
 
     def _selected(self, layer: int, query: torch.Tensor, softmax: Softmax) -> list[list[int]]:
         """Logical pages that every KV head of the layer selects."""
-        config, state = self.cache.config, self.cache.state
-        group = next(group for group in state.groups.values() if layer in group.layers)
+        group = next(group for group in self.cache.state.groups.values() if layer in group.layers)
         assert group.plan is not None
-        args = (query[0].transpose(0, 1), group.pool.layer(group.layers[layer]), group.plan.page_table)
-        scores = kernels.estimate(*args, group.plan.lengths, scale=softmax.scale, optimism=config.optimism)
-        forced = {"sink_pages": config.sink_pages, "recent_pages": config.recent_pages}
-        selection = kernels.select(scores, group.plan.all_pages, group.plan.num_selected, **forced)
+        pages, rows = group.pool.layer(group.layers[layer]), group.plan.rows_in(layer)
+        scores = kernels.estimate(query[0].transpose(0, 1), pages, rows, softmax.scale, group.plan.scoring)
+        sealed = torch.tensor(group.plan.sealed_counts)
+        selection = kernels.select(scores, sealed, rows.num_selected, group.plan.scoring)
         return selection[0].tolist()
 
 

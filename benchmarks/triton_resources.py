@@ -31,7 +31,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
-from questkv.kernels import NewTokens, Pages, PageSegment
+from questkv.kernels import Pages, PageSegment, Places, Rows, Scoring, Softmax, Writes
 from questkv.kernels.triton import decode, dense, launch, select, transfer
 
 ARCHITECTURES = (80, 90)
@@ -149,11 +149,11 @@ def call_operators(layer: Layer) -> None:
     counts = torch.ones(2, dtype=torch.int64)
     key, value = (torch.zeros((2, layer.kv_heads, dim), dtype=dtype) for dim in (pages.head_dim, pages.value_dim))
     into = torch.full((1,), pages.num_pages - 1) if layer.coded else None
-    new = NewTokens(torch.tensor([2, 3]) * layer.page_size, key, value, torch.tensor([1]), into)
-    step = (q, pages, table, lengths, counts, 0.1, 0.5, layer.rule, 0, 0, None, None, torch.zeros_like(counts), new)
-    decode(*step)
-    dense(q, pages, table, lengths, 0.1, None, None)
-    select(torch.zeros(2, layer.kv_heads, 3), counts, counts, 0, 0)
+    writes = Writes(key, value, Places(torch.tensor([2, 3]) * layer.page_size, torch.tensor([1]), into))
+    rows, softmax, scoring = Rows(table, lengths, counts), Softmax(0.1), Scoring(0.5, layer.rule, 0, 0)
+    decode(q, pages, rows, softmax, scoring, writes, torch.zeros_like(counts))
+    dense(q, pages, rows, softmax)
+    select(torch.zeros(2, layer.kv_heads, 3), counts, counts, scoring)
     ids = torch.zeros((layer.kv_heads, 2), dtype=torch.int64)
     transfer(pages, ids, pages, ids + 1)
 

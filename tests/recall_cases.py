@@ -7,7 +7,7 @@ import math
 import torch
 
 from questkv.evaluate.recall_steps import LayerSteps
-from questkv.hf.group import Softmax
+from questkv.kernels import Softmax
 
 
 def layer_steps(

@@ -27,9 +27,36 @@ using Tensor = nb::ndarray<nb::device::cpu, nb::c_contig>;
 using Indices = nb::ndarray<int64_t, nb::device::cpu, nb::c_contig>;
 using Floats = nb::ndarray<float, nb::device::cpu, nb::c_contig>;
 
-// slots [n], keys [n, Hkv, D], values [n, Hkv, Dv], sealed [m], the coded pages [m] that they are coded into, spans [k,
-// C].
-using NewTokens = std::tuple<Indices, Tensor, Tensor, Indices, std::optional<Indices>, std::optional<Indices>>;
+// The structs of questkv.kernels. They hold their tensors, so that these outlive them.
+struct BoundRows {
+    Indices page_table, lengths;          // [R, P], [R]
+    std::optional<Indices> num_selected;  // [R]
+
+    Rows with(const Tensor& q) const {
+        return {static_cast<int64_t>(q.shape(0)),
+                static_cast<int64_t>(q.shape(1)),
+                static_cast<int64_t>(page_table.shape(1)),
+                static_cast<const char*>(q.data()),
+                page_table.data(),
+                lengths.data(),
+                num_selected ? num_selected->data() : nullptr};
+    }
+};
+
+struct BoundSoftmax {
+    float scale, softcap;
+    std::optional<Floats> sinks;  // [Hq]
+
+    Softmax view() const { return {scale, softcap, sinks ? sinks->data() : nullptr}; }
+};
+
+struct BoundPlaces {
+    Indices slots, sealed;               // [n], [m]
+    std::optional<Indices> into, spans;  // [m] coded pages, [k, C]
+};
+
+// keys [n, Hkv, D], values [n, Hkv, Dv], and where they go.
+using Writes = std::tuple<Tensor, Tensor, const BoundPlaces*>;
 
 DType dtype_of(const Tensor& tensor) {
     const nb::dlpack::dtype type = tensor.dtype();
@@ -106,17 +133,15 @@ void note_attention() {
     linear_calls = 0;
 }
 
-Rows rows_of(const Tensor& q, const Indices& page_table, const Indices& lengths) {
-    return {static_cast<int64_t>(q.shape(0)),
-            static_cast<int64_t>(q.shape(1)),
-            static_cast<int64_t>(page_table.shape(1)),
-            static_cast<const char*>(q.data()),
-            page_table.data(),
-            lengths.data()};
-}
-
-Softmax softmax_of(float scale, float softcap, const std::optional<Floats>& sinks) {
-    return {scale, softcap, sinks ? sinks->data() : nullptr};
+// Append the new tokens, seal the pages that they fill and the spans that they complete.
+void write(const KernelTable& table, const Pages& pages, const Writes& writes, int threads) {
+    const auto& [keys, values, places] = writes;
+    table.append(pages, static_cast<int64_t>(places->slots.size()), places->slots.data(),
+                 static_cast<const char*>(keys.data()), static_cast<const char*>(values.data()), threads);
+    table.seal(pages, static_cast<int64_t>(places->sealed.size()), places->sealed.data(),
+               places->into ? places->into->data() : nullptr, threads);
+    if (places->spans)
+        table.seal_spans(pages, static_cast<int64_t>(places->spans->shape(0)), places->spans->data(), threads);
 }
 
 }  // namespace
@@ -129,6 +154,39 @@ NB_MODULE(_native, m) {
                       std::vector<std::optional<Floats>>>(),
              nb::arg("keys").noconvert(), nb::arg("values").noconvert(), nb::arg("boxes").noconvert(),
              nb::arg("scales").noconvert(), nb::arg("value_scales").noconvert());
+
+    nb::class_<BoundRows>(m, "Rows", "Page table [R, P], lengths [R] and K [R] or None.")
+        .def(
+            "__init__",
+            [](BoundRows* self, Indices page_table, Indices lengths, std::optional<Indices> num_selected) {
+                new (self) BoundRows{std::move(page_table), std::move(lengths), std::move(num_selected)};
+            },
+            nb::arg("page_table"), nb::arg("lengths"), nb::arg("num_selected").none());
+
+    nb::class_<BoundSoftmax>(m, "Softmax", "Scale, soft cap or 0, sinks [Hq] or None.")
+        .def(
+            "__init__",
+            [](BoundSoftmax* self, float scale, float softcap, std::optional<Floats> sinks) {
+                new (self) BoundSoftmax{scale, softcap, std::move(sinks)};
+            },
+            nb::arg("scale"), nb::arg("softcap"), nb::arg("sinks").none());
+
+    nb::class_<Scoring>(m, "Scoring", "Optimism, number of the group's rule, pages that are always selected.")
+        .def(
+            "__init__",
+            [](Scoring* self, float optimism, int group, int64_t sink_pages, int64_t recent_pages) {
+                new (self) Scoring{optimism, static_cast<Group>(group), sink_pages, recent_pages};
+            },
+            nb::arg("optimism"), nb::arg("group"), nb::arg("sink_pages"), nb::arg("recent_pages"));
+
+    nb::class_<BoundPlaces>(m, "Places", "Slots [n], sealed pages [m], coded pages [m] or None, spans [k, C] or None.")
+        .def(
+            "__init__",
+            [](BoundPlaces* self, Indices slots, Indices sealed, std::optional<Indices> into,
+               std::optional<Indices> spans) {
+                new (self) BoundPlaces{std::move(slots), std::move(sealed), std::move(into), std::move(spans)};
+            },
+            nb::arg("slots"), nb::arg("sealed"), nb::arg("into").none(), nb::arg("spans").none());
 
     m.def(
         "instruction_sets",
@@ -184,47 +242,42 @@ NB_MODULE(_native, m) {
 
     m.def(
         "estimate",
-        [](const std::string& isa, const LayerPages& pages, Tensor q, Indices page_table, Indices lengths,
-           std::optional<Indices> num_selected, float scale, float optimism, int group, Floats scores, int threads) {
+        [](const std::string& isa, const LayerPages& pages, Tensor q, const BoundRows& rows, float scale,
+           const Scoring& scoring, Floats scores, int threads) {
             nb::gil_scoped_release release;
-            table_named(isa).estimate(pages.view(), rows_of(q, page_table, lengths), scale,
-                                      {optimism, static_cast<Group>(group), 0, 0},
-                                      num_selected ? num_selected->data() : nullptr, scores.data(), threads);
+            table_named(isa).estimate(pages.view(), rows.with(q), scale, scoring, scores.data(), threads);
         },
-        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("page_table"), nb::arg("lengths"),
-        nb::arg("num_selected").none(), nb::arg("scale"), nb::arg("optimism"), nb::arg("group"),
+        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("rows"), nb::arg("scale"), nb::arg("scoring"),
         nb::arg("scores").noconvert(), nb::arg("threads"));
 
     m.def(
         "select",
-        [](const std::string& isa, Floats scores, Indices num_pages, Indices num_selected, int64_t sink_pages,
-           int64_t recent_pages, Indices selection, int threads) {
+        [](const std::string& isa, Floats scores, Indices num_pages, Indices num_selected, const Scoring& scoring,
+           Indices selection, int threads) {
             nb::gil_scoped_release release;
             table_named(isa).select(scores.data(), static_cast<int64_t>(scores.shape(0)),
                                     static_cast<int64_t>(scores.shape(1)), static_cast<int64_t>(scores.shape(2)),
-                                    num_pages.data(), num_selected.data(), sink_pages, recent_pages,
+                                    num_pages.data(), num_selected.data(), scoring,
                                     static_cast<int64_t>(selection.shape(2)), selection.data(), threads);
         },
-        nb::arg("isa"), nb::arg("scores"), nb::arg("num_pages"), nb::arg("num_selected"), nb::arg("sink_pages"),
-        nb::arg("recent_pages"), nb::arg("selection").noconvert(), nb::arg("threads"));
+        nb::arg("isa"), nb::arg("scores"), nb::arg("num_pages"), nb::arg("num_selected"), nb::arg("scoring"),
+        nb::arg("selection").noconvert(), nb::arg("threads"));
 
     m.def(
         "attend",
-        [](const std::string& isa, const LayerPages& pages, Tensor q, Indices page_table, Indices lengths,
-           std::optional<Indices> selection, float scale, float softcap, std::optional<Floats> sinks, Tensor out,
-           int threads) {
+        [](const std::string& isa, const LayerPages& pages, Tensor q, const BoundRows& rows,
+           std::optional<Indices> selection, const BoundSoftmax& softmax, Tensor out, int threads) {
             nb::gil_scoped_release release;
             // An empty tensor has no address, but a selection without pages is not "everything".
             static const int64_t nothing = -1;
             const int64_t* chosen = !selection ? nullptr : selection->size() ? selection->data() : &nothing;
-            table_named(isa).attend(pages.view(), rows_of(q, page_table, lengths), chosen,
+            table_named(isa).attend(pages.view(), rows.with(q), chosen,
                                     selection ? static_cast<int64_t>(selection->shape(1)) : pages.view().kv_heads,
-                                    selection ? static_cast<int64_t>(selection->shape(2)) : 0,
-                                    softmax_of(scale, softcap, sinks), static_cast<char*>(out.data()), threads);
+                                    selection ? static_cast<int64_t>(selection->shape(2)) : 0, softmax.view(),
+                                    static_cast<char*>(out.data()), threads);
         },
-        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("page_table"), nb::arg("lengths"),
-        nb::arg("selection").none(), nb::arg("scale"), nb::arg("softcap"), nb::arg("sinks").none(),
-        nb::arg("out").noconvert(), nb::arg("threads"));
+        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("rows"), nb::arg("selection").none(),
+        nb::arg("softmax"), nb::arg("out").noconvert(), nb::arg("threads"));
 
     m.def(
         "linear",
@@ -253,30 +306,17 @@ NB_MODULE(_native, m) {
 
     m.def(
         "decode",
-        [](const std::string& isa, const LayerPages& pages, Tensor q, Indices page_table, Indices lengths,
-           Indices num_selected, float scale, float optimism, int group, int64_t sink_pages, int64_t recent_pages,
-           float softcap, std::optional<Floats> sinks, std::optional<Indices> pages_read,
-           std::optional<NewTokens> fresh, Tensor out, int threads) {
+        [](const std::string& isa, const LayerPages& pages, Tensor q, const BoundRows& rows,
+           const BoundSoftmax& softmax, const Scoring& scoring, std::optional<Writes> writes,
+           std::optional<Indices> pages_read, Tensor out, int threads) {
             nb::gil_scoped_release release;
             note_attention();
-            if (fresh) {
-                const auto& [slots, keys, values, sealed, into, spans] = *fresh;
-                table_named(isa).append(pages.view(), static_cast<int64_t>(slots.size()), slots.data(),
-                                        static_cast<const char*>(keys.data()), static_cast<const char*>(values.data()),
-                                        threads);
-                table_named(isa).seal(pages.view(), static_cast<int64_t>(sealed.size()), sealed.data(),
-                                      into ? into->data() : nullptr, threads);
-                if (spans)
-                    table_named(isa).seal_spans(pages.view(), static_cast<int64_t>(spans->shape(0)), spans->data(),
-                                                threads);
-            }
-            table_named(isa).decode(pages.view(), rows_of(q, page_table, lengths), num_selected.data(),
-                                    softmax_of(scale, softcap, sinks),
-                                    {optimism, static_cast<Group>(group), sink_pages, recent_pages},
-                                    static_cast<char*>(out.data()), pages_read ? pages_read->data() : nullptr, threads);
+            const KernelTable& table = table_named(isa);
+            if (writes) write(table, pages.view(), *writes, threads);
+            table.decode(pages.view(), rows.with(q), softmax.view(), scoring, static_cast<char*>(out.data()),
+                         pages_read ? pages_read->data() : nullptr, threads);
         },
-        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("page_table"), nb::arg("lengths"),
-        nb::arg("num_selected"), nb::arg("scale"), nb::arg("optimism"), nb::arg("group"), nb::arg("sink_pages"),
-        nb::arg("recent_pages"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("pages_read").none().noconvert(),
-        nb::arg("fresh").none(), nb::arg("out").noconvert(), nb::arg("threads"));
+        nb::arg("isa"), nb::arg("pages"), nb::arg("q"), nb::arg("rows"), nb::arg("softmax"), nb::arg("scoring"),
+        nb::arg("writes").none(), nb::arg("pages_read").none().noconvert(), nb::arg("out").noconvert(),
+        nb::arg("threads"));
 }

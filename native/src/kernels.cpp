@@ -88,20 +88,19 @@ void seal_spans(const Pages& pages, int64_t n, const int64_t* page_ids, int thre
     });
 }
 
-void estimate(const Pages& pages, const Rows& rows, float scale, const Scoring& scoring, const int64_t* num_selected,
-              float* scores, int threads) {
+void estimate(const Pages& pages, const Rows& rows, float scale, const Scoring& scoring, float* scores, int threads) {
     const int64_t lists = scoring.group == Group::per_head ? rows.heads : pages.kv_heads;
     with_dtype(pages.dtype, [&]<class T>() {
         run_units(threads, rows.count * lists, [&](int64_t i) {
             const Item item = item_of(i, pages, rows, lists);
             const int64_t sealed = sealed_pages(pages, rows, item.row);
             float* row = scores + i * rows.table_width;
-            if (num_selected && by_spans(pages, sealed, num_selected[item.row])) {
+            if (rows.num_selected && by_spans(pages, sealed, rows.num_selected[item.row])) {
                 Workspace& w = workspace();
                 int64_t* candidates = w.candidates.of(sealed);
                 float* found = w.page_scores.of(sealed);
-                const int64_t n = estimate_spans<T>(pages, rows, item, scale, scoring, sealed, num_selected[item.row],
-                                                    candidates, found);
+                const int64_t n = estimate_spans<T>(pages, rows, item, scale, scoring, sealed,
+                                                    rows.num_selected[item.row], candidates, found);
                 fill(row, row + rows.table_width, -kInfinity);
                 for (int64_t c = 0; c < n; ++c) row[candidates[c]] = found[c];
                 return;
@@ -113,13 +112,12 @@ void estimate(const Pages& pages, const Rows& rows, float scale, const Scoring& 
 }
 
 void select(const float* scores, int64_t rows, int64_t heads, int64_t pages, const int64_t* num_pages,
-            const int64_t* num_selected, int64_t sink_pages, int64_t recent_pages, int64_t width, int64_t* selection,
-            int threads) {
+            const int64_t* num_selected, const Scoring& scoring, int64_t width, int64_t* selection, int threads) {
     run_units(threads, rows * heads, [&](int64_t i) {
         const int64_t row = i / heads;
         int64_t* list = selection + i * width;
-        const int64_t chosen = select_pages(scores + i * pages, num_pages[row], num_selected[row], sink_pages,
-                                            recent_pages, workspace().keys.of(pages + W), list);
+        const int64_t chosen = select_pages(scores + i * pages, num_pages[row], num_selected[row], scoring.sink_pages,
+                                            scoring.recent_pages, workspace().keys.of(pages + W), list);
         fill(list + chosen, list + width, int64_t{-1});
     });
 }
@@ -166,9 +164,10 @@ int64_t count_read(const Pages& pages, const Rows& rows, const List* lists, int6
     return read;
 }
 
-void decode(const Pages& pages, const Rows& rows, const int64_t* num_selected, const Softmax& softmax,
-            const Scoring& scoring, char* out, int64_t* pages_read, int threads) {
+void decode(const Pages& pages, const Rows& rows, const Softmax& softmax, const Scoring& scoring, char* out,
+            int64_t* pages_read, int threads) {
     const int64_t lists = scoring.group == Group::per_head ? rows.heads : pages.kv_heads, items = rows.count * lists;
+    const int64_t* num_selected = rows.num_selected;
     int64_t width = 0;
     for (int64_t r = 0; r < rows.count; ++r)
         if (num_selected[r] < sealed_pages(pages, rows, r)) width = most(width, num_selected[r]);

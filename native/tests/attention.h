@@ -25,7 +25,7 @@ inline std::vector<float> estimate(const KernelTable& kernels, const Problem& pr
     const Shape& s = problem.shape;
     const int64_t lists = scoring.group == Group::per_head ? s.heads() : s.kv_heads;
     std::vector<float> scores(static_cast<size_t>(s.rows() * lists * problem.table_width), std::nanf(""));
-    kernels.estimate(layer.pages(), problem.rows(), problem.scale, scoring, wanted, scores.data(), threads);
+    kernels.estimate(layer.pages(), problem.rows(wanted), problem.scale, scoring, scores.data(), threads);
     return scores;
 }
 
@@ -120,9 +120,9 @@ struct Decoded {
 };
 
 inline Decoded decode(const KernelTable& kernels, const Problem& problem, const Layer& layer, const Rows& rows,
-                      const int64_t* wanted, const Softmax& softmax, const Scoring& scoring, int threads) {
+                      const Softmax& softmax, const Scoring& scoring, int threads) {
     Decoded result{empty_output(problem, rows.count), std::vector<int64_t>(static_cast<size_t>(rows.count), -7)};
-    kernels.decode(layer.pages(), rows, wanted, softmax, scoring, result.out.data(), result.pages_read.data(), threads);
+    kernels.decode(layer.pages(), rows, softmax, scoring, result.out.data(), result.pages_read.data(), threads);
     return result;
 }
 
@@ -163,7 +163,7 @@ inline void test_decode(const KernelTable& kernels, const Problem& problem, cons
     const std::vector<char> expected = attend(kernels, problem, layer, &chosen, softmax, 1);
     for (const int threads : kThreads) {
         const Decoded together =
-            decode(kernels, problem, layer, problem.rows(), wanted.data(), softmax, scoring, threads);
+            decode(kernels, problem, layer, problem.rows(wanted.data()), softmax, scoring, threads);
         CHECK(same_bits(together.out, expected));
         CHECK(together.pages_read == read);
         for (int64_t r = 0; r < s.rows(); ++r) {
@@ -173,8 +173,9 @@ inline void test_decode(const KernelTable& kernels, const Problem& problem, cons
                              problem.table_width,
                              problem.q.data() + r * s.heads() * s.row_bytes(false),
                              problem.table.data() + r * problem.table_width,
-                             problem.lengths.data() + r};
-            const Decoded one = decode(kernels, problem, layer, alone, wanted.data() + r, softmax, scoring, threads);
+                             problem.lengths.data() + r,
+                             wanted.data() + r};
+            const Decoded one = decode(kernels, problem, layer, alone, softmax, scoring, threads);
             CHECK(!std::memcmp(one.out.data(), expected.data() + r * bytes, static_cast<size_t>(bytes)));
             CHECK(one.pages_read[0] == read[r]);
         }

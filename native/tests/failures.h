@@ -95,23 +95,23 @@ inline void test_out_of_memory(const KernelTable& kernels) {
     const std::vector<int64_t> wanted(shape.lengths.size(), 2);
     std::vector<int64_t> too_long = shape.lengths;
     too_long[5] = too_long[2] = int64_t{1} << 50;
-    Rows rows = problem.rows();
+    Rows rows = problem.rows(wanted.data());
     rows.lengths = too_long.data();
     for (const Group group : {Group::mean, Group::softmax_mean, Group::per_head}) {
         const Scoring scoring{0.5f, group, 0, 1};
-        const Decoded expected = decode(kernels, problem, layer, problem.rows(), wanted.data(), softmax, scoring, 1);
+        const Decoded expected = decode(kernels, problem, layer, problem.rows(wanted.data()), softmax, scoring, 1);
         for (const int threads : {1, 2, 3, -2, -3}) {
             tally().where = std::string(kernels.name) + " out of memory on " + std::to_string(threads) + " threads";
             take_own_threads(threads < 0);
             bool caught = false;
             try {
-                decode(kernels, problem, layer, rows, wanted.data(), softmax, scoring, std::abs(threads));
+                decode(kernels, problem, layer, rows, softmax, scoring, std::abs(threads));
             } catch (const std::bad_alloc&) {
                 caught = true;
             }
             CHECK(caught);
             const Decoded after =
-                decode(kernels, problem, layer, problem.rows(), wanted.data(), softmax, scoring, std::abs(threads));
+                decode(kernels, problem, layer, problem.rows(wanted.data()), softmax, scoring, std::abs(threads));
             CHECK(same_bits(after.out, expected.out));
             CHECK(after.pages_read == expected.pages_read);
             take_own_threads(false);

@@ -262,7 +262,9 @@ struct Problem {
         return (value ? value_of : key_of)[row].data() + (head * lengths[row] + t) * shape.dim(value);
     }
 
-    Rows rows() const { return {shape.rows(), shape.heads(), table_width, q.data(), table.data(), lengths.data()}; }
+    Rows rows(const int64_t* wanted = nullptr) const {
+        return {shape.rows(), shape.heads(), table_width, q.data(), table.data(), lengths.data(), wanted};
+    }
 
   private:
     void fill_row(int64_t r) {

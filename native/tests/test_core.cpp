@@ -144,8 +144,8 @@ void test_select(const KernelTable& kernels, unsigned seed) {
         for (int64_t r = 0; r < rows; ++r) width = std::max(width, std::min(counts[r], wanted[r]));
         for (const int threads : kThreads) {
             std::vector<int64_t> selection(static_cast<size_t>(rows * heads * width), -7);
-            kernels.select(scores.data(), rows, heads, pages, counts.data(), wanted.data(), 1, 2, width,
-                           selection.data(), threads);
+            kernels.select(scores.data(), rows, heads, pages, counts.data(), wanted.data(), {1.0f, Group::mean, 1, 2},
+                           width, selection.data(), threads);
             for (int64_t i = 0; i < rows * heads; ++i) {
                 std::vector<float> own(scores.begin() + i * pages, scores.begin() + (i + 1) * pages);
                 for (float& x : own) x = std::isnan(x) ? INFINITY : x;

@@ -13,6 +13,7 @@ from questkv.evaluate.recall_budget import EqualReading, Keeping, mean_keeping, 
 from questkv.evaluate.recall_rules import ORACLE, ORACLE_TOKENS, QUEST, Ranking, Rule
 from questkv.evaluate.recall_steps import LayerSteps
 from questkv.evaluate.recall_truth import DenseTruth
+from questkv.kernels import Rows, Scoring, Softmax
 from recall_cases import layer_steps
 
 CONFIG = QuestConfig(token_budget=1.0, page_size=5, sink_tokens=5, recent_tokens=8)
@@ -39,14 +40,13 @@ def test_quest_keeps_what_decode_reads(group: str, budget: int) -> None:
     out = kernels.decode(
         steps.queries,
         pages,
-        torch.arange(17).expand(ROWS, 17).contiguous(),
-        steps.lengths,
-        torch.tensor([16 if config.is_dense_at(n) else config.pages_at(n) for n in steps.lengths.tolist()]),
-        scale=steps.softmax.scale,
-        optimism=0.5,
-        group=group,
-        sink_pages=config.sink_pages,
-        recent_pages=config.recent_pages,
+        Rows(
+            torch.arange(17).expand(ROWS, 17).contiguous(),
+            steps.lengths,
+            torch.tensor([16 if config.is_dense_at(n) else config.pages_at(n) for n in steps.lengths.tolist()]),
+        ),
+        Softmax(steps.softmax.scale),
+        Scoring(0.5, group, config.sink_pages, config.recent_pages),
         pages_read=read,
         backend="reference",
     )

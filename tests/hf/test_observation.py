@@ -11,7 +11,7 @@ from hf.test_sparse_attention import SCALE, States, attend, new_cache, padded
 from hf.tiny_models import pad_left, pair, tokens
 from questkv import QuestCache, QuestConfig
 from questkv.errors import CacheMismatchError
-from questkv.hf.group import Softmax
+from questkv.kernels import Softmax
 
 DENSE = QuestConfig(token_budget=1.0)
 

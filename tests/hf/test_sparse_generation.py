@@ -23,25 +23,25 @@ def greedy(model: Any, ids: torch.Tensor, **kwargs: Any) -> list[list[int]]:
 
 
 class Spy:
-    """Stands in for `kernels.DecodeStep.decode` and keeps what every call was asked for and read."""
+    """Stands in for `kernels.decode` and keeps what every call was asked for and read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[dict[str, Any]] = []
-        decode = questkv.kernels.DecodeStep.decode
+        decode = questkv.kernels.decode
 
-        def spy(step: Any, q: Any, pages: Any, num_selected: Any, *states: Any, **kwargs: Any) -> Any:
-            out = decode(step, q, pages, num_selected, *states, **kwargs)
+        def spy(q: Any, pages: Any, rows: Any, *how: Any, **kwargs: Any) -> Any:
+            out = decode(q, pages, rows, *how, **kwargs)
             self.calls.append(
                 {
-                    "lengths": step.lengths.tolist(),
-                    "selected": num_selected.tolist(),
+                    "lengths": rows.lengths.tolist(),
+                    "selected": rows.num_selected.tolist(),
                     "read": kwargs["pages_read"].tolist(),
                     "kv_heads": pages.num_kv_heads,
                 }
             )
             return out
 
-        monkeypatch.setattr(questkv.kernels.DecodeStep, "decode", spy)
+        monkeypatch.setattr(questkv.kernels, "decode", spy)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,9 +6,10 @@ import math
 
 import torch
 
+from kernels.calls import attend, decode, dense, estimate, select
 from kernels.cases import Case, Shape, build_case, read_page
 from kernels.formulas import attention, group_scores, head_scores
-from questkv.kernels import append, attend, decode, dense, estimate, seal, select
+from questkv.kernels import append, seal
 
 
 def _written_by_the_operators(case: Case) -> None:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.calls import attend, dense
 from kernels.cases import DTYPES, Case, Shape, build_case, cases, read_page, selections
 from kernels.formulas import attention
-from questkv.kernels import attend, dense
 
 pytestmark = pytest.mark.usefixtures("every_backend")
 

@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import calls
 from kernels.cases import Shape, build_case
 from questkv import kernels
 from questkv.kernels import available_backends
+
+
+def call(op: str, arguments: dict[str, Any]) -> Any:
+    """Call an operator, with the fields of its structs among its arguments."""
+    return getattr(calls if hasattr(calls, op) else kernels, op)(**arguments)
 
 
 def _valid() -> dict[str, dict[str, Any]]:
@@ -172,7 +178,7 @@ _EACH = [
 @pytest.mark.parametrize("op", _valid())
 @pytest.mark.parametrize("backend", available_backends())
 def test_the_arguments_that_the_mistakes_start_from_are_taken(op, backend):
-    result = getattr(kernels, op)(**{**_valid()[op], "backend": backend})
+    result = call(op, {**_valid()[op], "backend": backend})
     assert (result is None) == (op in ("append", "seal"))
 
 
@@ -183,10 +189,11 @@ def test_a_mistake_is_named(op, name, value, error, backend):
     arguments[name] = value(arguments[name]) if callable(value) else value
     arguments["backend"] = backend
     with pytest.raises(error) as caught:
-        getattr(kernels, op)(**arguments)
-    # Wrong `slots` show by the keys' shape where their number is wrong.
-    names = f"({name}|keys)" if name == "slots" else name
-    assert re.match(rf"\[{op}\] {names}: expected .*, got ", str(caught.value))
+        call(op, arguments)
+    # Wrong `slots` show by the keys' shape where their number is wrong, a wrong `page_table` by the lengths' likewise.
+    names = {"slots": "(slots|keys)", "page_table": "(page_table|lengths)"}.get(name, name)
+    # What needs no other argument is refused when the struct is made.
+    assert re.match(rf"\[({op}|Rows|Scoring|Softmax)\] {names}: expected .*, got ", str(caught.value))
     assert "\n" not in str(caught.value)
 
 
@@ -194,7 +201,7 @@ def test_a_mistake_is_named(op, name, value, error, backend):
 @pytest.mark.parametrize("backend", ["cuda", "", "AUTO", None, 3])
 def test_an_unknown_backend_is_refused_with_the_names_there_are(op, backend):
     with pytest.raises(ValueError, match=r"^\[kernels\] backend: expected 'auto' or one of .*'reference'.*, got "):
-        getattr(kernels, op)(**{**_valid()[op], "backend": backend})
+        call(op, {**_valid()[op], "backend": backend})
 
 
 @pytest.mark.parametrize("op", ["select", "decode"])
@@ -202,13 +209,13 @@ def test_too_few_pages_for_sink_and_recent_are_refused(op):
     arguments = _valid()[op]
     arguments.update(sink_pages=1, recent_pages=1, num_selected=torch.tensor([1, 1]))
     with pytest.raises(ValueError, match=rf"^\[{op}\] num_selected: expected at least the 2 sink and recent"):
-        getattr(kernels, op)(**arguments)
+        call(op, arguments)
     arguments["num_selected"] = torch.tensor([2, 1])  # the second row has one sealed page: it is enough
-    getattr(kernels, op)(**arguments)
+    call(op, arguments)
 
 
 def test_prefill_of_no_sequence_is_refused():
     arguments = _valid()["prefill"]
     arguments.update(q=torch.zeros(0, 6, 8), length=0)
     with pytest.raises(ValueError, match=r"^\[prefill\] length: expected 1 "):
-        kernels.prefill(**arguments)
+        call("prefill", arguments)

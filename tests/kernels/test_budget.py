@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.calls import decode, dense, select
 from kernels.cases import GROUP_RULES
 from questkv import QuestConfig
-from questkv.kernels import Pages, PageSegment, decode, dense, seal, select
+from questkv.kernels import Pages, PageSegment, seal
 
 pytestmark = pytest.mark.usefixtures("every_fast_backend")
 

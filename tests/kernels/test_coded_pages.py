@@ -9,23 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.calls import attend, decode, dense, estimate, prefill, select
 from kernels.cases import DTYPES, GROUP_RULES, Case, Shape, build_case, case_arguments, read_page, selections
 from kernels.coded_cases import code_pages, coded_cases
 from kernels.eight_bits import decoded_keys, decoded_values, half_step_of_keys, key_codes, rounding_of_keys, value_codes
 from kernels.formulas import attention, group_scores, head_scores
-from questkv.kernels import (
-    NewTokens,
-    Pages,
-    PageSegment,
-    append,
-    attend,
-    decode,
-    dense,
-    estimate,
-    prefill,
-    seal,
-    select,
-)
+from questkv.kernels import Pages, PageSegment, Places, Writes, append, seal
 
 pytestmark = pytest.mark.usefixtures("every_backend")
 
@@ -265,10 +254,10 @@ def test_decode_writes_codes_and_reads_new_tokens_in_one_call(dtype):
         pages = _pages(empty, empty.clone(), 4)
         append(pages, torch.arange(9), keys[:9], values[:9])
         seal(pages, torch.tensor([0, 1]), torch.tensor([5, 6]))
-        last = (torch.tensor([9]), keys[9:], values[9:], torch.tensor([2]), torch.tensor([4]))
+        last = Places(torch.tensor([9]), torch.tensor([2]), torch.tensor([4]))
         if not together:
-            append(pages, *last[:3])
-            seal(pages, *last[3:])
+            append(pages, last.slots, keys[9:], values[9:])
+            seal(pages, last.sealed, last.into)
         results.append(
             decode(
                 q,
@@ -277,7 +266,7 @@ def test_decode_writes_codes_and_reads_new_tokens_in_one_call(dtype):
                 torch.tensor([10]),
                 torch.tensor([2]),
                 scale=0.3,
-                new=NewTokens(*last) if together else None,
+                writes=Writes(keys[9:], values[9:], last) if together else None,
                 sink_pages=1,
                 recent_pages=1,
             )

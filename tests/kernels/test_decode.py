@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.calls import attend, decode, dense, estimate, select
 from kernels.cases import GROUP_RULES, Case, Shape, build_case, cases, read_page
-from questkv.kernels import attend, decode, dense, estimate, select
 
 pytestmark = pytest.mark.usefixtures("every_backend")
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.calls import estimate
 from kernels.cases import DTYPES, GROUP_RULES, Case, Shape, build_case, case_arguments, cases, read_page
 from kernels.formulas import group_scores, head_scores
-from questkv.kernels import estimate, seal
+from questkv.kernels import seal
 
 pytestmark = pytest.mark.usefixtures("every_backend")
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kernels.calls import attend, decode, dense, prefill
 from kernels.cases import Case, Shape, build_case
-from questkv.kernels import attend, decode, dense, prefill
 
 pytestmark = pytest.mark.usefixtures("reference_backend")
 

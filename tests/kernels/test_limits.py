@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.calls import dense, estimate
 from questkv.errors import UnsupportedError
-from questkv.kernels import Pages, PageSegment, dense, estimate, seal
+from questkv.kernels import Pages, PageSegment, seal
 from questkv.kernels.triton.launch import check_page
 
 

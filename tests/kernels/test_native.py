@@ -21,9 +21,10 @@ import pytest
 import torch
 from hypothesis import given
 
+from kernels.calls import decode, dense
 from kernels.cases import Case, Shape, build_case, case_arguments
 from questkv.errors import ConfigError, MissingPackageError
-from questkv.kernels import Pages, PageSegment, available_backends, decode, dense, linear, native, seal
+from questkv.kernels import Pages, PageSegment, available_backends, linear, native, seal
 from questkv.kernels.native import module, operators
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="the compiled module isn't built")
@@ -185,8 +186,9 @@ def _layer_of(a: dict[str, Any]) -> Any:
 
 
 def _attend(layer: Any, a: dict[str, Any]) -> None:
-    isa = native.instruction_sets()[0]
-    module.load().attend(isa, layer, a["q"], a["table"], a["lengths"], None, 1.0, 0.0, None, a["out"], 1)
+    compiled, isa = module.load(), native.instruction_sets()[0]
+    rows, softmax = compiled.Rows(a["table"], a["lengths"], None), compiled.Softmax(1.0, 0.0, None)
+    compiled.attend(isa, layer, a["q"], rows, None, softmax, a["out"], 1)
 
 
 def test_a_layer_keeps_its_tensors_alive_and_lets_them_go_with_itself():
@@ -255,9 +257,9 @@ def test_the_stub_names_what_the_module_has_and_what_the_operators_pass():
     assert compiled.__file__ is not None
     tree = ast.parse((Path(compiled.__file__).parent / "_native.pyi").read_text())
     arguments = {node.name: [a.arg for a in node.args.args] for node in tree.body if isinstance(node, ast.FunctionDef)}
-    (layer,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    (init,) = [node for node in layer.body if isinstance(node, ast.FunctionDef)]
-    arguments[layer.name] = [a.arg for a in init.args.args[1:]]
+    for made in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        (init,) = [node for node in made.body if isinstance(node, ast.FunctionDef)]
+        arguments[made.name] = [a.arg for a in init.args.args[1:]]
     assert set(arguments) == {name for name in vars(compiled) if not name.startswith("_")}
     assert {name: len(passed) for name, passed in _calls(operators).items()} == {
         name: len(taken) for name, taken in arguments.items() if name not in ("instruction_sets", "use_threads")

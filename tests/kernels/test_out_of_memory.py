@@ -16,7 +16,7 @@ import json, resource, sys
 from unittest.mock import patch
 import torch
 from questkv import kernels
-from questkv.kernels import Pages, PageSegment
+from questkv.kernels import Pages, PageSegment, Rows, Scoring, Softmax
 from questkv.kernels.native import operators
 
 PAGES, KV_HEADS, GROUP, DIM = 2_000_000, 2, 4, 8
@@ -26,20 +26,21 @@ torch.set_num_threads(2)
 keys, boxes = torch.randn(KV_HEADS, 64, 1, DIM), torch.randint(-127, 127, (KV_HEADS, 64, 2, DIM), dtype=torch.int8)
 pages = Pages((PageSegment(keys, keys.clone(), boxes, torch.rand(KV_HEADS, 64), None),))
 table, q = torch.randint(0, 64, (1, PAGES)), torch.randn(1, KV_HEADS * GROUP, DIM)
-rule = {"scale": 1.0, "optimism": 0.5, "group": "softmax_mean"}
+scoring = Scoring(0.5, "softmax_mean")
 
 scores = torch.zeros(1, KV_HEADS, PAGES)
 
 def estimate(count, backend="native"):
     if backend != "native" or count < PAGES:
-        return kernels.estimate(q, pages, table[:, :count], torch.tensor([count]), backend=backend, **rule)
+        rows = Rows(table[:, :count], torch.tensor([count]))
+        return kernels.estimate(q, pages, rows, 1.0, scoring, backend=backend)
     # Into scores that are there, so that no memory is asked for but in the threads.
     with patch.object(torch.Tensor, "new_empty", lambda *shape, **kind: scores):
-        return operators.estimate(q, pages, table, torch.tensor([count]), None, *rule.values()).clone()
+        return operators.estimate(q, pages, Rows(table, torch.tensor([count])), 1.0, scoring).clone()
 
 def decode(count, backend="native"):
-    chosen = torch.tensor([8])
-    return kernels.decode(q, pages, table[:, :count], torch.tensor([count]), chosen, backend=backend, **rule)
+    rows = Rows(table[:, :count], torch.tensor([count]), torch.tensor([8]))
+    return kernels.decode(q, pages, rows, Softmax(1.0), scoring, backend=backend)
 
 runs = {"estimate": estimate, "decode": decode}
 before = {name: run(50) for name, run in runs.items()}

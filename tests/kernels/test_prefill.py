@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.calls import dense, prefill
 from kernels.cases import DTYPES, Case, Shape, build_case, case_arguments, read_page
 from kernels.formulas import attention
-from questkv.kernels import dense, prefill
 
 pytestmark = pytest.mark.usefixtures("every_fast_backend")
 

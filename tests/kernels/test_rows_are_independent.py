@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.calls import decode, dense, estimate, prefill, select
 from kernels.cases import DTYPES, GROUP_RULES, Case, Shape, build_case, case_arguments, read_page
 from questkv import QuestConfig
-from questkv.kernels import Pages, PageSegment, append, decode, dense, estimate, prefill, seal, select
+from questkv.kernels import Pages, PageSegment, append, seal
 
 pytestmark = pytest.mark.usefixtures("every_backend")
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.calls import estimate
 from kernels.cases import DTYPES, PAGE_SIZES, Shape, build_case, case_arguments, read_page
-from questkv.kernels import Pages, PageSegment, estimate, seal
+from questkv.kernels import Pages, PageSegment, seal
 
 pytestmark = pytest.mark.usefixtures("every_backend")
 

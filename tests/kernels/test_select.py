@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from questkv.kernels import select
+from kernels.calls import select
 
 pytestmark = pytest.mark.usefixtures("every_backend")
 

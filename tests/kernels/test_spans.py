@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interpreter import has_triton
+from kernels.calls import attend, decode, dense, estimate, select
 from kernels.cases import GROUP_RULES, Case, Shape, build_case, case_arguments, read_page
 from kernels.formulas import group_scores, head_scores
 from kernels.spans import spanned, whole_spans
 from questkv.errors import UnsupportedError
-from questkv.kernels import NewTokens, Pages, attend, decode, dense, estimate, seal_spans, select
+from questkv.kernels import Pages, Places, Writes, seal_spans
 
 pytestmark = pytest.mark.usefixtures("every_fast_backend")
 
@@ -161,11 +162,14 @@ def test_new_tokens_complete_spans_before_they_are_read(every_fast_backend):
     seal_spans(case.pages, spans[:-1])
     key, value = case.keys[0][:, -1:], case.values[0][:, -1:]
     slot = torch.tensor([case.tables[0][24] * 2])
-    new = NewTokens(slot, key.transpose(0, 1), value.transpose(0, 1), torch.tensor([last]), None, spans[-1:])
+    places = Places(slot, torch.tensor([last]), None, spans[-1:])
+    new = Writes(key.transpose(0, 1), value.transpose(0, 1), places)
     forced = {"sink_pages": 1, "recent_pages": 1}
-    assert torch.equal(decode(*case.args, torch.tensor([3]), scale=0.3, new=new, **forced), expected)
+    assert torch.equal(decode(*case.args, torch.tensor([3]), scale=0.3, writes=new, **forced), expected)
     with pytest.raises(ValueError, match=r"\[decode\] spans: expected \[k, C=4\], got None"):
-        decode(*case.args, torch.tensor([3]), scale=0.3, new=replace(new, spans=None), **forced)
+        decode(
+            *case.args, torch.tensor([3]), scale=0.3, writes=replace(new, places=replace(places, spans=None)), **forced
+        )
 
 
 def test_what_is_no_span_is_refused():
@@ -179,7 +183,7 @@ def test_what_is_no_span_is_refused():
     without = build_case(3, Shape(page_size=2), [5]).pages
     with pytest.raises(ValueError, match=r"expected boxes for spans, \[Hkv, N \+ N / C, 2, D\], got none"):
         seal_spans(without, torch.zeros(0, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"\[estimate\] num_selected: expected \[R=1\]"):
+    with pytest.raises(ValueError, match=r"\[Rows\] num_selected: expected \[R=1\]"):
         estimate(*case.args, torch.tensor([1, 1]), scale=1.0)
     mixed = (case.pages.segments[0], *without.segments)
     with pytest.raises(ValueError, match=r"boxes: expected spans of 4 pages in all segments, got 0"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.calls import attend, decode, dense, estimate, select
 from kernels.cases import DTYPES, GROUP_RULES, Case, Shape, build_case, read_page
-from questkv.kernels import append, attend, decode, dense, estimate, seal, select
+from questkv.kernels import append, seal
 
 pytestmark = pytest.mark.usefixtures("every_native")
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from interpreter import has_triton, patch_once
+from kernels.calls import attend, decode, dense
 from kernels.cases import Case, Shape, build_case
 from kernels.coded_cases import code_pages
 from questkv.errors import UnsupportedError
-from questkv.kernels import Pages, PageSegment, attend, decode, dense, native, transfer
+from questkv.kernels import Pages, PageSegment, native, transfer
 
 NAMES = ("keys", "values", "boxes", "scales", "value_scales")
 BACKENDS = ["reference", *(["triton"] if has_triton() else [])]

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreter import has_triton
 from kernels.all_operators import assert_all_operators_are_right
+from kernels.calls import attend, decode, dense, select
 from kernels.cases import DTYPES, GROUP_RULES, Case, Shape, build_case, read_page
 from kernels.coded_cases import code_pages
 from questkv.errors import MissingPackageError, UnsupportedError
-from questkv.kernels import Pages, PageSegment, append, attend, decode, dense, dispatch, seal, select
+from questkv.kernels import Pages, PageSegment, Rows, Scoring, Softmax, append, dispatch, seal
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="triton isn't installed")
 
@@ -202,13 +203,13 @@ def test_a_step_launches_the_same_whatever_the_lengths_and_reads_nothing_back(la
     from questkv.kernels import triton
 
     case = build_case(0, Shape(page_size=3, group=2), [40, 31])
-    rest = (case.scale, 0.5, group, 1, 1, None, None)
     read = torch.zeros(2, dtype=torch.int64)
     made = []
     for lengths, counts in (([40, 31], [5, 4]), ([2, 31], [5, 40]), ([1, 1], [0, 0])):
         args = (case.q, case.pages, case.page_table, torch.tensor(lengths), torch.tensor(counts))
+        step = (case.q, case.pages, Rows(*args[2:]), Softmax(case.scale), Scoring(0.5, group, 1, 1))
         with _NoReading():
-            out = triton.decode(*args, *rest, read, None)
+            out = triton.decode(*step, None, read)
         made.append(launches.copy())
         launches.clear()
         expected = decode(*args, scale=case.scale, optimism=0.5, group=group, sink_pages=1, recent_pages=1)

@@ -10,6 +10,7 @@ import torch
 from kernels.eight_bits import decoded_keys, decoded_values
 from pages.token_formulas import attention, boxes, int8_boxes, tolerance
 from questkv import kernels
+from questkv.kernels import Rows, Scoring, Softmax
 from questkv.pages import PagePool, SequenceBatch, offload
 
 LAYERS = 2
@@ -172,34 +173,36 @@ class CacheChecks:
         page_table = torch.tensor([table + [-1] * (width - len(table)) for table in tables])
         lengths = torch.tensor([len(tracked.tokens[row]) for row in rows])
         sealed = (lengths - 1) // self.page_size
+        scoring = Scoring(optimism=1.0, sink_pages=1, recent_pages=1)
         geometry = self.pool.geometry
         heads = geometry.kv_heads * self.group
         q = torch.randn((len(rows), heads, geometry.head_dim), generator=self.random).to(geometry.dtype)
         pages = self.pool.layer(layer)
         for budget in (sealed, torch.minimum(sealed, torch.tensor(2))):
-            scores = kernels.estimate(q, pages, page_table, lengths, budget, scale=SCALE)
-            selection = kernels.select(scores, sealed, budget, sink_pages=1, recent_pages=1)
+            of_budget = Rows(page_table, lengths, budget)
+            scores = kernels.estimate(q, pages, of_budget, SCALE, scoring)
+            selection = kernels.select(scores, sealed, budget, scoring)
             pages_read = torch.empty_like(lengths)
-            out = self._decode(layer, q, page_table, lengths, budget, pages_read)
+            out = self._decode(layer, q, of_budget, scoring, pages_read)
             assert torch.equal(pages_read, (budget + 1) * geometry.kv_heads)
             for i, row in enumerate(rows):
                 self._check_row(layer, tracked.tokens[row], q[i], selection[i], int(budget[i]), out[i])
 
-    def _decode(self, layer, q, page_table, lengths, budget, pages_read) -> torch.Tensor:
-        how = {"scale": SCALE, "sink_pages": 1, "recent_pages": 1, "pages_read": pages_read, "backend": self.backend}
+    def _decode(self, layer, q, rows, scoring, pages_read) -> torch.Tensor:
+        how = {"pages_read": pages_read, "backend": self.backend}
         fetched = self.pool.fetched(layer)
         if fetched is None:
-            return kernels.decode(q, self.pool.layer(layer), page_table, lengths, budget, **how)
-        fetched.reserve(max(4, int(budget.max())))
+            return kernels.decode(q, self.pool.layer(layer), rows, Softmax(SCALE), scoring, **how)
+        fetched.reserve(max(4, int(rows.num_selected.max())))
         # What was never fetched, or was of a page that nobody holds, is NaN.
         held = torch.tensor([self.pool.holders(page) > 0 for page in range(self.pool.num_pages)] + [False])
         void = ~held[fetched._page_of]
         for tensor in (fetched.segment.keys, fetched.segment.values, fetched.segment.value_scales):
             if tensor is not None and tensor.is_floating_point():
                 tensor[void] = torch.nan
-        how |= {"optimism": 1.0, "group": "mean", "softcap": None, "sinks": None}
-        lists, fetches = (lengths.tolist(), budget.tolist()), torch.zeros(2, dtype=torch.int64)
-        return offload.decode(q, fetched, page_table, lengths, budget, *lists, fetches, **how)
+        known = offload.HostRows(rows, rows.lengths.tolist(), rows.num_selected.tolist())
+        fetches = torch.zeros(2, dtype=torch.int64)
+        return offload.decode(q, fetched, known, Softmax(SCALE), scoring, fetches=fetches, **how)
 
     def _check_row(self, layer, tokens, q, selection, count, out) -> None:
         sealed = (len(tokens) - 1) // self.page_size

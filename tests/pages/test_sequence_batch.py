@@ -240,11 +240,11 @@ def test_a_step_names_rows_slots_and_sealed_pages() -> None:
     step = batch.reserve([1, 0, 2 * S + 1])
     tables = [sequence.table for sequence in batch.sequences]
     assert step.row_lengths == [S + 1, *range(1, 2 * S + 2)]
-    assert step.sealed.tolist() == [tables[0][0], tables[2][0], tables[2][1]]
-    assert step.slots[0] == tables[0][1] * S
-    assert step.slots[1:].tolist() == [tables[2][i // S] * S + i % S for i in range(2 * S + 1)]
+    assert step.places.sealed.tolist() == [tables[0][0], tables[2][0], tables[2][1]]
+    assert step.places.slots[0] == tables[0][1] * S
+    assert step.places.slots[1:].tolist() == [tables[2][i // S] * S + i % S for i in range(2 * S + 1)]
     assert step.page_table.tolist() == [table + [-1] * (3 - len(table)) for table in tables]
-    page_table, lengths = step.rows
+    page_table, lengths = step.rows.page_table, step.rows.lengths
     assert lengths.tolist() == step.row_lengths
     assert page_table.tolist() == step.page_table[[0] + [2] * (2 * S + 1)].tolist()
 
@@ -297,9 +297,9 @@ def test_a_row_sees_its_own_page_plain_and_the_pages_before_it_coded() -> None:
     is_closed = batch.pool.is_closed
     assert [is_closed(page) for page in tables[0]] == [True] * 3 + [False]
     assert not any(is_closed(page) for page in written[0][1:])
-    assert step.sealed.tolist() == written[0][1:3]
-    assert step.into.tolist() == tables[0][1:3]
-    page_table, lengths = step.rows
+    assert step.places.sealed.tolist() == written[0][1:3]
+    assert step.places.into.tolist() == tables[0][1:3]
+    page_table, lengths = step.rows.page_table, step.rows.lengths
     assert lengths.tolist() == [*range(S + 2, 3 * S + 2), 2]
     for row, length in zip(page_table.tolist()[:-1], lengths.tolist()[:-1], strict=True):
         own = (length - 1) // S
@@ -351,7 +351,7 @@ def test_a_coded_page_that_a_crop_left_full_is_not_sealed_again() -> None:
     batch.crop([1])
     kept = list(batch.sequences[0].table)
     step = batch.reserve([1])
-    assert step.sealed.tolist() == []
+    assert step.places.sealed.tolist() == []
     assert batch.sequences[0].table[:2] == kept
 
 
@@ -360,7 +360,7 @@ def test_sequences_that_share_a_full_page_share_its_codes() -> None:
     append(batch, [2 * S])
     batch.reorder([0, 0, 0])
     step = batch.reserve([1, 1, 1])
-    assert len(step.sealed) == 1
+    assert len(step.places.sealed) == 1
     for layer in range(2):
         batch.write(layer, torch.ones(3, 1, 2), torch.ones(3, 1, 2))
     batch.settle()

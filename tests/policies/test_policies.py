@@ -12,7 +12,7 @@ from hf.tiny_models import build, pair, teacher_forced, tokens
 from policies.trace import CONFIG, prefilled
 from questkv import QuestCache, QuestConfig
 from questkv.errors import CacheMismatchError, ConfigError, UnsupportedError
-from questkv.hf.group import Softmax
+from questkv.kernels import Softmax
 from questkv.policies import METHODS, Policy, decode, greedy, make_policy, policy_class, prefill_context
 from questkv.policies.budget import fit
 

@@ -9,7 +9,7 @@ import torch
 
 from hf.tiny_models import build, tokens
 from questkv import QuestCache, QuestConfig
-from questkv.hf.group import Softmax
+from questkv.kernels import Softmax
 from questkv.policies import Context, Policy, decode, prefill_context
 
 EPS = torch.finfo(torch.float32).eps

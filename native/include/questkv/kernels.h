@@ -23,23 +23,21 @@ struct KernelTable {
     // Write the boxes of n spans around those of their pages: page_ids [n, span_pages], sealed.
     void (*seal_spans)(const Pages&, int64_t n, const int64_t* page_ids, int threads);
 
-    // scores [R, H, P] float32, H = Hq under per_head, else Hkv; -inf behind a row's sealed pages. Where num_selected
-    // [R] is not null and spans have boxes, also -inf for pages outside the spans that score best.
-    void (*estimate)(const Pages&, const Rows&, float scale, const Scoring&, const int64_t* num_selected, float* scores,
-                     int threads);
+    // scores [R, H, P] float32, H = Hq under per_head, else Hkv; -inf behind a row's sealed pages. Where the rows have
+    // a K and spans have boxes, also -inf for pages outside the spans that score best.
+    void (*estimate)(const Pages&, const Rows&, float scale, const Scoring&, float* scores, int threads);
 
     // selection [R, H, width] int64, -1 at the end; reads scores [R, H, P] of the first num_pages[r] pages.
     void (*select)(const float* scores, int64_t rows, int64_t heads, int64_t pages, const int64_t* num_pages,
-                   const int64_t* num_selected, int64_t sink_pages, int64_t recent_pages, int64_t width,
-                   int64_t* selection, int threads);
+                   const int64_t* num_selected, const Scoring&, int64_t width, int64_t* selection, int threads);
 
     // out [R, Hq, Dv] over selection [R, H, width] and the open page; selection null: over everything.
     void (*attend)(const Pages&, const Rows&, const int64_t* selection, int64_t heads, int64_t width, const Softmax&,
                    char* out, int threads);
 
-    // estimate, select and attend; num_selected [R], pages_read [R] or null.
-    void (*decode)(const Pages&, const Rows&, const int64_t* num_selected, const Softmax&, const Scoring&, char* out,
-                   int64_t* pages_read, int threads);
+    // estimate, select and attend, for rows with a K; pages_read [R] or null.
+    void (*decode)(const Pages&, const Rows&, const Softmax&, const Scoring&, char* out, int64_t* pages_read,
+                   int threads);
 
     // out [rows, outputs] = x [rows, channels] times weight [outputs, channels] transposed, plus bias [outputs] or
     // null, all of one type; with scales [outputs] the weights are int8 codes, and a row's products are multiplied by

@@ -74,12 +74,13 @@ struct Scoring {
 
 // Rows: one query token of one sequence each.
 struct Rows {
-    int64_t count;              // R
-    int64_t heads;              // Hq
-    int64_t table_width;        // P
-    const char* q;              // [R, Hq, D]
-    const int64_t* page_table;  // [R, P] physical pages
-    const int64_t* lengths;     // [R] tokens visible, the row's own included
+    int64_t count;                          // R
+    int64_t heads;                          // Hq
+    int64_t table_width;                    // P
+    const char* q;                          // [R, Hq, D]
+    const int64_t* page_table;              // [R, P] physical pages
+    const int64_t* lengths;                 // [R] tokens visible, the row's own included
+    const int64_t* num_selected = nullptr;  // [R] K, sealed pages that the row may read; null where it is not asked for
 };
 
 }  // namespace questkv

@@ -16,6 +16,7 @@ from questkv.benchmark.layers import Layer, layers_out_of_cache, make_layer
 from questkv.benchmark.shapes import Shape
 from questkv.config import QuestConfig
 from questkv.errors import QuestKVError
+from questkv.kernels import Rows, Scoring, Softmax
 
 SPARSE, DENSE = "questkv-sparse", "questkv-dense"
 # With pages in eight bits, the same steps over pages in the model's type.
@@ -88,6 +89,7 @@ class Attention:
         self.device = torch.device("cpu") if device is None else device
         self.shape, self.config, self.context = shape, config, context
         self.scale = shape.head_dim**-0.5
+        self.softmax, self.scoring = Softmax(self.scale), Scoring.of(config)
         self.budget = config.budget_at(context)
         pages = context // config.page_size
         sealed = pages - 1
@@ -102,7 +104,15 @@ class Attention:
         if self.coded:  # every page but the open one is read from its coded twin
             self.page_table[:, :-1] += shape.batch * pages
         self.lengths = torch.full((shape.batch,), context, device=self.device)
+        self._rows: dict[tuple[int, bool], Rows] = {}
         self.with_flex = with_flex
+
+    def rows(self, selected: int, *, plain: bool = False) -> Rows:
+        """A step's rows, the same for every layer; they may read so many pages, with `plain` the model's type."""
+        if (selected, plain) not in self._rows:
+            table = self.model_table if plain else self.page_table
+            self._rows[selected, plain] = Rows(table, self.lengths, torch.full_like(self.lengths, selected))
+        return self._rows[selected, plain]
 
     def query(self) -> torch.Tensor:
         """A fresh query, [B, Hq, D]."""
@@ -121,14 +131,9 @@ class Attention:
         return kernels.decode(
             query,
             layer.plain if plain else layer.pages,
-            self.model_table if plain else self.page_table,
-            self.lengths,
-            torch.full_like(self.lengths, selected),
-            scale=self.scale,
-            optimism=self.config.optimism,
-            group=self.config.group,
-            sink_pages=self.config.sink_pages,
-            recent_pages=self.config.recent_pages,
+            self.rows(selected, plain=plain),
+            self.softmax,
+            self.scoring,
             backend=self.config.backend,
         )
 
@@ -137,12 +142,9 @@ class Attention:
         return kernels.estimate(
             query,
             layer.pages,
-            self.page_table,
-            self.lengths,
-            torch.full_like(self.lengths, self.selected),
-            scale=self.scale,
-            optimism=self.config.optimism,
-            group=self.config.group,
+            self.rows(self.selected),
+            self.scale,
+            self.scoring,
             backend=self.config.backend,
         )
 
@@ -152,8 +154,7 @@ class Attention:
             scores,
             (self.lengths - 1) // self.config.page_size,
             torch.full_like(self.lengths, self.selected),
-            sink_pages=self.config.sink_pages,
-            recent_pages=self.config.recent_pages,
+            self.scoring,
             backend=self.config.backend,
         )
 
@@ -162,10 +163,9 @@ class Attention:
         return kernels.attend(
             query,
             layer.pages,
-            self.page_table,
-            self.lengths,
+            self.rows(self.selected),
             selection,
-            scale=self.scale,
+            self.softmax,
             backend=self.config.backend,
         )
 

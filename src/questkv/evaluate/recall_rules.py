@@ -11,6 +11,7 @@ from questkv import kernels
 from questkv.config import QuestConfig
 from questkv.evaluate.recall_steps import LayerSteps
 from questkv.evaluate.recall_truth import DenseTruth, Kept, PageContents
+from questkv.kernels import Rows, Scoring
 
 QUEST, ORACLE, ORACLE_TOKENS = "quest", "oracle", "oracle_tokens"
 
@@ -109,8 +110,7 @@ class Ranking:
             self._estimate(counts) if config.span_pages else self.scores,
             self._sealed,
             counts,
-            sink_pages=config.sink_pages,
-            recent_pages=config.recent_pages,
+            Scoring.of(config),
             backend=config.backend,
         )
         # One more place, for the -1 behind a shorter row's list.
@@ -125,17 +125,10 @@ class Ranking:
         """[R, H, P] Quest's scores, of all pages or for selecting so many [R] in two levels."""
         assert self._pages is not None
         config, steps = self.rule.config, self.steps
-        return kernels.estimate(
-            steps.queries,
-            self._pages,
-            torch.arange(-(-steps.keys.shape[1] // config.page_size)).to(steps.lengths).expand(len(steps.lengths), -1),
-            steps.lengths,
-            num_selected,
-            scale=steps.softmax.scale,
-            optimism=config.optimism,
-            group=config.group,
-            backend=config.backend,
-        )
+        table = torch.arange(-(-steps.keys.shape[1] // config.page_size)).to(steps.lengths)
+        rows = Rows(table.expand(len(steps.lengths), -1), steps.lengths, num_selected)
+        scoring = Scoring.of(config)
+        return kernels.estimate(steps.queries, self._pages, rows, steps.softmax.scale, scoring, backend=config.backend)
 
     def kept(self, contents: PageContents, budgets: list[int]) -> Kept:
         """What selections with these budgets keep, one after another."""

@@ -11,8 +11,8 @@ from questkv import kernels
 from questkv.config import QuestConfig
 from questkv.evaluate.runner import Progress
 from questkv.hf.cache import QuestCache
-from questkv.hf.group import Softmax
 from questkv.hf.rotary import read_as
+from questkv.kernels import Softmax
 from questkv.kernels.gather import gather_tokens
 from questkv.models import LoadedModel
 from questkv.pages import PageGeometry

@@ -10,7 +10,6 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.gradients import refuse_backward
-from questkv.hf.group import Softmax
 from questkv.hf.layer import NAME as NAME
 from questkv.hf.layer import PagedKeys
 from questkv.hf.local_attention import local_attention
@@ -18,6 +17,7 @@ from questkv.hf.patterns import attend_by_pattern, is_padding, mark_padding
 from questkv.hf.step_operator import HANDLE
 from questkv.hf.support import holds_whole_context
 from questkv.hf.transformed import TransformedStates
+from questkv.kernels import Softmax
 
 _OWN_LAYER = "_questkv_own_layer"
 

@@ -22,7 +22,6 @@ from transformers.cache_utils import (
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.attention import mark_own_layer
-from questkv.hf.group import Softmax
 from questkv.hf.hybrid_layer import PagedHybridLayer
 from questkv.hf.layer import PagedLayer
 from questkv.hf.local_attention import local_attention
@@ -31,6 +30,7 @@ from questkv.hf.report import CacheReport, LayerReport
 from questkv.hf.state import Observer, PagedState
 from questkv.hf.step_operator import new_handle
 from questkv.hf.support import paged_layers
+from questkv.kernels import Softmax
 
 # A model with no more than this share of full-attention layers has no slack for pages that a score missed.
 _FEW_GLOBAL_LAYERS = 0.25

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from questkv import kernels
 from questkv.hf.counts import PageCounts
 from questkv.hf.plan import Plan
+from questkv.kernels import Softmax, Writes
 from questkv.pages import PagePool, SequenceBatch, offload
 from questkv.pages.fetched import FetchedPages
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """How logits become weights: the softmax scale, and `softcap` and `sinks` as in `kernels.attend`."""
-
-    scale: float
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
 
 
 @dataclass
@@ -61,9 +52,7 @@ class Group:
                 pages,
                 run.page_table,
                 run.length,
-                scale=softmax.scale,
-                softcap=softmax.softcap,
-                sinks=softmax.sinks,
+                softmax,
                 backend=plan.config.backend,
             )
         if len(plan.rows):
@@ -82,9 +71,12 @@ class Group:
         """[T, Hq, D] -> [T, Hq, Dv] in a decode step: [T, Hkv, D] keys and [T, Hkv, Dv] values are written."""
         plan = self._plan()
         pages = self.pool.layer(self.layers[layer])
-        pages_read = torch.empty_like(plan.lengths)
-        out = plan.decode_step(pages).decode(
-            query, pages, plan.num_selected_in(layer), keys, values, pages_read=pages_read, **_rule(plan, softmax)
+        rows = plan.rows_in(layer)
+        pages_read = torch.empty_like(rows.lengths)
+        writes = Writes(keys, values, plan.step.places)
+        backend = plan.config.backend
+        out = kernels.decode(
+            query, pages, rows, softmax, plan.scoring, writes=writes, pages_read=pages_read, backend=backend
         )
         self.batch.written(self.layers[layer])
         counts.add(layer, pages_read, plan.pages_held * pages.num_kv_heads)
@@ -94,14 +86,15 @@ class Group:
         self, layer: int, plan: Plan, query: torch.Tensor, softmax: Softmax, counts: PageCounts
     ) -> torch.Tensor:
         """[R, Hq, D] -> [R, Hq, Dv]: the plan's rows, from pages on the device or in host memory."""
-        pages_read = torch.empty_like(plan.lengths)
-        rule = {**_rule(plan, softmax), "pages_read": pages_read, "backend": plan.config.backend}
+        rows = plan.rows_in(layer)
+        pages_read = torch.empty_like(rows.lengths)
         pages, fetched = self.pool.layer(self.layers[layer]), self.pool.fetched(self.layers[layer])
         if fetched is None:
-            selected = plan.num_selected_in(layer)
-            out = kernels.decode(query, pages, plan.page_table, plan.lengths, selected, **rule)
+            backend = plan.config.backend
+            out = kernels.decode(query, pages, rows, softmax, plan.scoring, pages_read=pages_read, backend=backend)
         else:
-            out = self._fetch_and_decode(layer, plan, query, fetched, rule, counts)
+            out, fetches = self._fetch_and_decode(layer, plan, query, softmax, fetched, pages_read)
+            counts.add_fetches(layer, fetches)
         counts.add(layer, pages_read, plan.pages_held * pages.num_kv_heads)
         return out
 
@@ -110,10 +103,10 @@ class Group:
         layer: int,
         plan: Plan,
         query: torch.Tensor,
+        softmax: Softmax,
         fetched: FetchedPages,
-        rule: dict[str, Any],
-        counts: PageCounts,
-    ) -> torch.Tensor:
+        pages_read: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         selected_counts = plan.selected_counts_in(layer)
         heads = offload.lists_a_kv_head(query, self.pool.geometry.kv_heads, plan.config.group)
         fetched.reserve(plan.places(heads, selected_counts))
@@ -121,31 +114,15 @@ class Group:
         out = offload.decode(
             query,
             fetched,
-            plan.page_table,
-            plan.lengths,
-            plan.num_selected_in(layer),
-            plan.row_lengths,
-            selected_counts,
-            fetches,
-            **rule,
+            offload.HostRows(plan.rows_in(layer), plan.row_lengths, selected_counts),
+            softmax,
+            plan.scoring,
+            pages_read=pages_read,
+            fetches=fetches,
+            backend=plan.config.backend,
         )
-        counts.add_fetches(layer, fetches)
-        return out
+        return out, fetches
 
     def _plan(self) -> Plan:
         assert self.plan is not None, "a forward is under way"
         return self.plan
-
-
-def _rule(plan: Plan, softmax: Softmax) -> dict[str, Any]:
-    """How a decode step scores, selects and weighs."""
-    config = plan.config
-    return {
-        "scale": softmax.scale,
-        "softcap": softmax.softcap,
-        "sinks": softmax.sinks,
-        "optimism": config.optimism,
-        "group": config.group,
-        "sink_pages": config.sink_pages,
-        "recent_pages": config.recent_pages,
-    }

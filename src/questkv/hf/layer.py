@@ -9,9 +9,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from questkv.errors import CacheMismatchError, UnsupportedError
-from questkv.hf.group import Softmax
 from questkv.hf.state import PagedState
 from questkv.hf.transformed import TransformedStates, is_token_wise, name_of, reads_form
+from questkv.kernels import Softmax
 
 # The attention implementation's name in transformers.
 NAME = "questkv"

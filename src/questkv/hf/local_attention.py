@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from questkv.hf.group import Softmax
+from questkv.kernels import Softmax
 
 
 def local_attention(

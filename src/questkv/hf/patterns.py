@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from questkv.errors import UnsupportedError
-from questkv.hf.group import Softmax
 from questkv.hf.layer import PagedLayer
 from questkv.hf.local_attention import local_attention
+from questkv.kernels import Softmax
 
 
 class PaddingMask(torch.Tensor):

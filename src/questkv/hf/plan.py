@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 
-from questkv import kernels
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
+from questkv.kernels import Rows, Scoring
 from questkv.pages import Step
 
 
@@ -135,7 +135,7 @@ class Plan:
         self.step = step
         self.config = config
         self.runs: list[Run] = []
-        self._decode_step: kernels.DecodeStep | None = None
+        device = step.places.slots.device
         rows: list[int] = []
         tokens: list[int] = []  # of the rows, among the T new tokens
         start = query = 0
@@ -149,10 +149,10 @@ class Plan:
                 tokens.extend(range(start + count - queries, start + count))
             start += count
             query += queries
-        self.rows = torch.tensor(rows, dtype=torch.int64, device=step.slots.device)
+        self.rows = torch.tensor(rows, dtype=torch.int64, device=device)
         self.every_query_is_a_row = len(rows) == query
         # None where every new token is a row.
-        self._tokens = None if len(rows) == start else torch.tensor(tokens, dtype=torch.int64, device=step.slots.device)
+        self._tokens = None if len(rows) == start else torch.tensor(tokens, dtype=torch.int64, device=device)
         # So that a layer's `decode` may write the tokens: no block has to find them in the pages before, and none that
         # they seal moves into host memory.
         self.is_decode_step = bool(rows) and self._tokens is None and config.offload == "none"
@@ -160,16 +160,27 @@ class Plan:
         self.row_lengths = step.row_lengths if self._tokens is None else [step.row_lengths[token] for token in tokens]
 
     @cached_property
-    def page_table(self) -> torch.Tensor:
-        """[R, P] page table of the rows."""
-        table = self.step.rows[0]
-        return table if self._tokens is None else table[self._tokens]
+    def scoring(self) -> Scoring:
+        """How pages are scored and chosen."""
+        return Scoring.of(self.config)
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
-        """[R] tokens visible to the rows."""
-        lengths = self.step.rows[1]
-        return lengths if self._tokens is None else lengths[self._tokens]
+    def _all_rows(self) -> Rows:
+        """The rows in a dense layer: K are their sealed pages."""
+        rows, tokens = self.step.rows, self._tokens
+        if tokens is not None:
+            rows = Rows(rows.page_table[tokens], rows.lengths[tokens])
+        return rows.selecting(torch.tensor(self.sealed_counts, dtype=torch.int64, device=self.rows.device))
+
+    @cached_property
+    def _sparse_rows(self) -> Rows:
+        """The rows in a sparse layer."""
+        wanted = torch.tensor(self.selected_counts, dtype=torch.int64, device=self.rows.device)
+        return self._all_rows.selecting(wanted)
+
+    def rows_in(self, layer: int) -> Rows:
+        """The rows in a layer of the model: page tables [R, P], lengths and K."""
+        return self._all_rows if self.config.is_dense_layer(layer) else self._sparse_rows
 
     @cached_property
     def selected_counts(self) -> list[int]:
@@ -180,37 +191,13 @@ class Plan:
         ]
 
     @cached_property
-    def num_selected(self) -> torch.Tensor:
-        """[R] K of the rows in a sparse layer."""
-        return torch.tensor(self.selected_counts, dtype=torch.int64, device=self.rows.device)
-
-    @cached_property
     def sealed_counts(self) -> list[int]:
         """Sealed pages of the rows: K in a dense layer."""
         return [self._sealed(length) for length in self.row_lengths]
 
-    @cached_property
-    def all_pages(self) -> torch.Tensor:
-        """[R] sealed pages of the rows: K in a dense layer."""
-        return torch.tensor(self.sealed_counts, dtype=torch.int64, device=self.rows.device)
-
-    def num_selected_in(self, layer: int) -> torch.Tensor:
-        """[R] K of the rows in a layer of the model."""
-        return self.all_pages if self.config.is_dense_layer(layer) else self.num_selected
-
     def selected_counts_in(self, layer: int) -> list[int]:
-        """`num_selected_in` as the host knows it."""
+        """K of the rows in a layer of the model, as the host knows it."""
         return self.sealed_counts if self.config.is_dense_layer(layer) else self.selected_counts
-
-    def decode_step(self, pages: kernels.Pages) -> kernels.DecodeStep:
-        """Where every token is a row: what the layers' `decode` share, checked with the first layer's pages."""
-        if self._decode_step is None:
-            step = self.step
-            self._decode_step = kernels.DecodeStep(
-                *(pages, self.page_table, self.lengths, step.slots, step.sealed, step.into, step.spans),
-                backend=self.config.backend,
-            )
-        return self._decode_step
 
     @cached_property
     def pages_held(self) -> int:

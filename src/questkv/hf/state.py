@@ -12,10 +12,11 @@ from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, ConfigError, UnsupportedError
 from questkv.hf.attendance import Attendance
 from questkv.hf.counts import PageCounts
-from questkv.hf.group import Group, Softmax
+from questkv.hf.group import Group
 from questkv.hf.own_layers import OwnLayers
 from questkv.hf.plan import Columns, Plan
 from questkv.hf.snapshot import Snapshot
+from questkv.kernels import Softmax
 from questkv.pages import PageGeometry, PagePool, SequenceBatch
 
 # Called with a layer, its new queries [B, Hq, n, D] and how their logits become weights; see `QuestCache.observe`.

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from questkv.errors import CacheMismatchError
-from questkv.hf.group import Softmax
+from questkv.kernels import Softmax
 
 # The keyword under which the handle goes from the model's forward to its attention layers.
 HANDLE = "questkv_handle"

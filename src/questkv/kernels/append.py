@@ -23,9 +23,9 @@ def append(
     Raises:
         ValueError: A shape, a device or a slot is wrong.
         TypeError: A dtype is wrong.
+
+    Example:
+        >>> append(pages, torch.arange(S), keys, values)  # S tokens into physical page 0
     """
-    if torch.compiler.is_compiling():
-        torch.ops.questkv.append(*pages.tensors(), slots, keys, values, backend)
-        return
     checks.check_new("append", pages, slots, keys, values)
     dispatch.resolve(backend, pages.device).append(pages, slots, keys, values)

@@ -5,20 +5,13 @@ from __future__ import annotations
 import torch
 
 from questkv.kernels import checks, dispatch
+from questkv.kernels.rows import Rows
+from questkv.kernels.softmax import Softmax
 from questkv.kernels.types import Pages
 
 
 def attend(
-    q: torch.Tensor,
-    pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    selection: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    backend: str = "auto",
+    q: torch.Tensor, pages: Pages, rows: Rows, selection: torch.Tensor, softmax: Softmax, *, backend: str = "auto"
 ) -> torch.Tensor:
     """Softmax attention of every row over its selected pages and its open page; nothing else is read.
 
@@ -27,15 +20,10 @@ def attend(
     Args:
         q: [R, Hq, D] queries, the keys' dtype.
         pages: The layer's pages.
-        page_table: [R, P] int64 physical page of every logical page, -1 past the row's pages; or [R, Hkv, P] where
-            each KV head has pages of its own (not with backend ``native``).
-        lengths: [R] int64 tokens visible to the row, its own included. The last (length - 1) % S + 1 of them lie in
-            its open page.
+        rows: Page tables, which may be each KV head's own, and lengths.
         selection: [R, H, K] int64 logical sealed pages, ascending, -1 at the end of shorter lists; H = Hkv (the heads
             of a group read the same pages) or Hq (each query head reads its own).
-        scale: Softmax scale.
-        softcap: Logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
-        sinks: [Hq] one more logit per query head that takes mass and adds nothing to the output (gpt-oss).
+        softmax: How logits become weights.
         backend: ``auto`` or a backend's name.
 
     Returns:
@@ -45,25 +33,19 @@ def attend(
         ValueError: A shape, a device or a value is wrong.
         TypeError: A dtype is wrong.
         UnsupportedError: Pages lie in host memory, or the backend takes no table of each head's own.
+
+    Example:
+        >>> selection = torch.zeros(R, Hkv, 1, dtype=torch.int64)  # the first page, for every head
+        >>> out = attend(q, pages, Rows(page_table, lengths), selection, Softmax(D**-0.5))
     """
-    if torch.compiler.is_compiling():
-        attended: torch.Tensor = torch.ops.questkv.attend(
-            q, *pages.tensors(), page_table, lengths, selection, scale, softcap, sinks, backend
-        )
-        return attended
-    checks.check_read("attend", q, pages, page_table, lengths)
-    checks.check_scale("attend", scale)
-    checks.check_softmax("attend", softcap, sinks, q)
-    _check_selection(q, pages, page_table, lengths, selection)
-    out: torch.Tensor = dispatch.resolve(backend, pages.device).attend(
-        q, pages, page_table, lengths, selection, scale, softcap, sinks
-    )
+    checks.check_read("attend", q, pages, rows)
+    checks.check_sinks("attend", softmax, q)
+    _check_selection(q, pages, rows, selection)
+    out: torch.Tensor = dispatch.resolve(backend, pages.device).attend(q, pages, rows, selection, softmax)
     return out
 
 
-def _check_selection(
-    q: torch.Tensor, pages: Pages, page_table: torch.Tensor, lengths: torch.Tensor, selection: torch.Tensor
-) -> None:
+def _check_selection(q: torch.Tensor, pages: Pages, rows: Rows, selection: torch.Tensor) -> None:
     heads = (pages.num_kv_heads, q.shape[1])
     if selection.ndim != 3 or selection.shape[0] != q.shape[0] or selection.shape[1] not in heads:
         raise ValueError(
@@ -73,7 +55,7 @@ def _check_selection(
     checks.check_index("attend", "selection", selection, pages)
     if selection.device.type != "cpu" or not selection.numel():
         return
-    sealed = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
+    sealed = torch.div(rows.lengths - 1, pages.page_size, rounding_mode="floor")
     wrong = (selection < -1) | (selection >= sealed[:, None, None])
     listed = selection >= 0
     # An entry that isn't padding is above the one before it; padding starts at the same place for every head.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from questkv.kernels.gather import gather_tokens
+from questkv.kernels.softmax import Softmax
 from questkv.kernels.types import Pages
 
 # Query tokens a block of `prefill`: bounds the mask and the scores, [block, length] each.
@@ -22,29 +23,28 @@ def prefill(
     pages: Pages,
     page_table: torch.Tensor,
     length: int,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """out[i] = attention of q[i] over the first length - n + i + 1 tokens."""
     if not len(q):
         return q.new_empty((*q.shape[:2], pages.value_dim))
     new_keys, new_values = _tokens(pages, page_table, length - len(q), length)
     finite = _is_finite(new_keys) and _is_finite(new_values)
-    if finite and softcap is None and sinks is None and q.device.type == "cpu":
-        return _prefill_merged(q, pages, page_table, length, scale)
+    plain = softmax.softcap is None and softmax.sinks is None
+    if finite and plain and q.device.type == "cpu":
+        return _prefill_merged(q, pages, page_table, length, softmax.scale)
     keys, values = tokens_of(pages, page_table, length)
     if not finite:
-        return _prefill_rows(q, keys, values, scale, softcap, sinks)
-    if softcap is None and sinks is None:
-        return _prefill_sdpa(q, keys, values, scale)
+        return _prefill_rows(q, keys, values, softmax)
+    if plain:
+        return _prefill_sdpa(q, keys, values, softmax.scale)
     out = q.new_empty((*q.shape[:2], pages.value_dim))
     for start in range(0, len(q), _BLOCK):
         block = q[start : start + _BLOCK]
         visible = length - len(q) + start + len(block)
         mask = _causal(len(block), visible, q.device)
         out[start : start + len(block)] = softmax_attention(
-            block.transpose(0, 1), keys[:, :visible], values[:, :visible], scale, softcap, sinks, mask
+            block.transpose(0, 1), keys[:, :visible], values[:, :visible], softmax, mask
         ).transpose(0, 1)
     return out
 
@@ -53,9 +53,7 @@ def softmax_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention in float32, the formula written out.
@@ -64,21 +62,20 @@ def softmax_attention(
         q: [Hq, D], or [Hq, n, D] with a mask.
         keys: [H, T, D], H a divisor of Hq.
         values: [H, T, Dv].
-        scale: Softmax scale.
-        softcap: As in `kernels.attend`.
-        sinks: [Hq].
+        softmax: How logits become weights.
         mask: [n, T] bool, True where a query sees a token.
 
     Returns:
         [Hq, Dv], or [Hq, n, Dv], of q's dtype.
     """
     # Contiguous: the order of a product's sums, and so its last bits, would follow the strides.
-    queries = q.float().contiguous().view(len(keys), -1, q.shape[-1]) * scale  # [H, G * n, D]
+    queries = q.float().contiguous().view(len(keys), -1, q.shape[-1]) * softmax.scale  # [H, G * n, D]
     logits = queries @ keys.float().transpose(1, 2)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    if softmax.softcap is not None:
+        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
     if mask is not None:
         logits = logits.unflatten(1, (-1, len(mask))).masked_fill(~mask, -torch.inf).flatten(1, 2)
+    sinks = softmax.sinks
     if sinks is not None:
         per_query = sinks.float().repeat_interleave(queries.shape[1] * len(keys) // len(sinks))
         logits = torch.cat([logits, per_query.view(*logits.shape[:2], 1)], dim=-1)
@@ -86,19 +83,12 @@ def softmax_attention(
     return (weights @ values.float()).view(*q.shape[:-1], -1).to(q.dtype)
 
 
-def _prefill_rows(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _prefill_rows(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax: Softmax) -> torch.Tensor:
     """Token by token: a mask's weight of 0 doesn't hide a later token that is NaN or infinite, as 0 * NaN is NaN."""
     out = q.new_empty((*q.shape[:2], values.shape[-1]))
     for i in range(len(q)):
         visible = keys.shape[1] - len(q) + i + 1
-        out[i] = softmax_attention(q[i], keys[:, :visible], values[:, :visible], scale, softcap, sinks)
+        out[i] = softmax_attention(q[i], keys[:, :visible], values[:, :visible], softmax)
     return out
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from questkv.config import GROUP_RULES
 from questkv.errors import UnsupportedError
+from questkv.kernels.rows import Rows
+from questkv.kernels.softmax import Softmax
 from questkv.kernels.types import Pages
+from questkv.kernels.writes import Places
 
 
 def check_on_device(op: str, pages: Pages) -> None:
@@ -20,39 +20,67 @@ def check_on_device(op: str, pages: Pages) -> None:
         )
 
 
-def check_read(op: str, q: torch.Tensor, pages: Pages, page_table: torch.Tensor, lengths: torch.Tensor) -> None:
+def check_read(op: str, q: torch.Tensor, pages: Pages, rows: Rows) -> None:
     """As `check_rows`, for operators that read tokens: on the device, where each KV head may have a page table."""
     check_on_device(op, pages)
-    if page_table.ndim != 3:
-        check_rows(op, q, pages, page_table, lengths)
+    check_query(op, q, pages)
+    table, heads = rows.page_table, pages.num_kv_heads
+    if table.ndim == 2:
+        check_rows(op, q, pages, rows)
         return
-    heads = pages.num_kv_heads
-    if page_table.shape[1] != heads or page_table.shape[0] != q.shape[0]:
+    if table.shape[1] != heads or table.shape[0] != q.shape[0]:
         raise ValueError(
-            f"[{op}] page_table: expected [R={q.shape[0]}, P] or [R, Hkv={heads}, P], got {list(page_table.shape)}"
+            f"[{op}] page_table: expected [R={q.shape[0]}, P] or [R, Hkv={heads}, P], got {list(table.shape)}"
         )
-    check_query(op, q, pages)
-    check_per_row(op, "lengths", lengths, q.shape[0], pages)
-    # As rows of one head each.
-    check_table(op, page_table.flatten(0, 1), lengths.repeat_interleave(heads), pages)
+    if not rows.fits(pages):
+        # As rows of one head each.
+        _check_table(op, table.flatten(0, 1), rows.lengths.repeat_interleave(heads), pages)
+        rows.note(pages)
 
 
-def check_rows(op: str, q: torch.Tensor, pages: Pages, page_table: torch.Tensor, lengths: torch.Tensor) -> None:
-    """Check the arguments that every operator over rows takes (shapes in docs/layout.md)."""
-    check_query(op, q, pages)
-    rows = q.shape[0]
-    if page_table.ndim != 2 or page_table.shape[0] != rows:
-        raise ValueError(f"[{op}] page_table: expected [R={rows}, P], got {list(page_table.shape)}")
-    check_table(op, page_table, lengths, pages)
+def check_rows(op: str, q: torch.Tensor, pages: Pages, rows: Rows) -> None:
+    """There is a row for every query, and its page table and length are right for the pages."""
+    table = rows.page_table
+    if table.ndim != 2 or table.shape[0] != q.shape[0]:
+        raise ValueError(f"[{op}] page_table: expected [R={q.shape[0]}, P], got {list(table.shape)}")
+    if not rows.fits(pages):
+        _check_table(op, table, rows.lengths, pages)
+        rows.note(pages)
 
 
-def check_table(op: str, page_table: torch.Tensor, lengths: torch.Tensor, pages: Pages) -> None:
+def check_budget(op: str, pages: Pages, rows: Rows, forced: int) -> None:
+    """Every row may read its sink and recent pages."""
+    wanted = rows.num_selected
+    if wanted is None:
+        raise ValueError(f"[{op}] num_selected: expected [R] in rows, got None")
+    # Reading values back would stop the host on a GPU; there the caller vouches for them.
+    if rows.holds(forced) or wanted.device.type != "cpu":
+        return
+    for count, length in zip(wanted.tolist(), rows.lengths.tolist(), strict=True):
+        if count < min((length - 1) // pages.page_size, forced):
+            raise ValueError(
+                f"[{op}] num_selected: expected at least the {forced} sink and recent pages, got {wanted.tolist()}"
+            )
+    rows.note_forced(forced)
+
+
+def check_places(op: str, places: Places, pages: Pages) -> None:
+    """Where new tokens go, and what they seal, are pages of the right kinds."""
+    if places.fits(pages):
+        return
+    check_slots(op, places.slots, pages)
+    check_sealed(op, "sealed", places.sealed, places.into, pages)
+    if places.spans is not None:
+        check_spans(op, "spans", places.spans, pages)
+    elif pages.span_pages:
+        raise ValueError(f"[{op}] spans: expected [k, C={pages.span_pages}], got None")
+    places.note(pages)
+
+
+def _check_table(op: str, page_table: torch.Tensor, lengths: torch.Tensor, pages: Pages) -> None:
     """The page table [R, P] and the lengths [R] of rows."""
-    if page_table.ndim != 2:
-        raise ValueError(f"[{op}] page_table: expected [R, P], got {list(page_table.shape)}")
     check_index(op, "page_table", page_table, pages)
     check_page_ids(op, "page_table", page_table, pages, lowest=-1)
-    check_per_row(op, "lengths", lengths, page_table.shape[0], pages)
     check_lengths(op, lengths, page_table.shape[1], pages)
     check_no_gaps(op, page_table, lengths, pages)
     if len(lengths) and pages.coded is not None:
@@ -139,45 +167,15 @@ def check_no_gaps(op: str, page_table: torch.Tensor, lengths: torch.Tensor, page
         )
 
 
-def check_scale(op: str, scale: float) -> None:
-    """The softmax scale is a positive finite number."""
-    if not (_is_finite(scale) and scale > 0):
-        raise ValueError(f"[{op}] scale: expected a positive finite number, got {scale!r}")
-
-
-def check_scoring(op: str, optimism: float, group: str) -> None:
-    """The two choices of how a score is read off a box."""
-    if not (_is_finite(optimism) and optimism >= 0):
-        raise ValueError(f"[{op}] optimism: expected a finite number >= 0, got {optimism!r}")
-    if group not in GROUP_RULES:
-        raise ValueError(f"[{op}] group: expected one of {list(GROUP_RULES)}, got {group!r}")
-
-
-def check_forced(op: str, sink_pages: int, recent_pages: int) -> None:
-    """The pages that are always selected are counts."""
-    for name, value in (("sink_pages", sink_pages), ("recent_pages", recent_pages)):
-        if not isinstance(value, int):
-            raise TypeError(f"[{op}] {name}: expected an int >= 0, got {value!r}")
-        if value < 0:
-            raise ValueError(f"[{op}] {name}: expected an int >= 0, got {value}")
-
-
-def check_softmax(op: str, softcap: float | None, sinks: torch.Tensor | None, q: torch.Tensor) -> None:
-    """The two optional changes to the softmax."""
-    if softcap is not None and not (_is_finite(softcap) and softcap > 0):
-        raise ValueError(f"[{op}] softcap: expected None or a positive finite number, got {softcap!r}")
+def check_sinks(op: str, softmax: Softmax, q: torch.Tensor) -> None:
+    """There is a sink for every query head, or none."""
+    sinks = softmax.sinks
     if sinks is None:
         return
-    if list(sinks.shape) != [q.shape[1]]:
+    if sinks.shape[0] != q.shape[1]:
         raise ValueError(f"[{op}] sinks: expected None or [Hq={q.shape[1]}], got {list(sinks.shape)}")
-    if not sinks.is_floating_point():
-        raise TypeError(f"[{op}] sinks: expected a float dtype, got {sinks.dtype}")
     if sinks.device != q.device:
         raise ValueError(f"[{op}] sinks: expected device {q.device}, got {sinks.device}")
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, float | int) and math.isfinite(value)
 
 
 def check_pages(op: str, name: str, page_ids: torch.Tensor, pages: Pages) -> None:
@@ -212,14 +210,6 @@ def check_spans(op: str, name: str, page_ids: torch.Tensor, pages: Pages) -> Non
     # Reading values back would stop the host on a GPU; there the caller vouches for them.
     if page_ids.device.type == "cpu" and bool((page_ids[:, -1] % size != size - 1).any()):
         raise ValueError(f"[{op}] {name}: expected last pages {size - 1} modulo {size}, got {page_ids[:, -1].tolist()}")
-
-
-def check_new_spans(op: str, spans: torch.Tensor | None, pages: Pages) -> None:
-    """Spans that new tokens complete are named exactly where spans have boxes."""
-    if spans is not None:
-        check_spans(op, "spans", spans, pages)
-    elif pages.span_pages:
-        raise ValueError(f"[{op}] spans: expected [k, C={pages.span_pages}], got None")
 
 
 def check_new(op: str, pages: Pages, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -5,32 +5,20 @@ from __future__ import annotations
 import torch
 
 from questkv.kernels import checks, dispatch
+from questkv.kernels.rows import Rows
+from questkv.kernels.softmax import Softmax
 from questkv.kernels.types import Pages
 
 
-def dense(
-    q: torch.Tensor,
-    pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Softmax attention of every row over all its tokens; arguments, result and errors as in `attend`."""
-    if torch.compiler.is_compiling():
-        attended: torch.Tensor = torch.ops.questkv.dense(
-            q, *pages.tensors(), page_table, lengths, scale, softcap, sinks, backend
-        )
-        return attended
-    checks.check_read("dense", q, pages, page_table, lengths)
-    checks.check_scale("dense", scale)
-    checks.check_softmax("dense", softcap, sinks, q)
-    out: torch.Tensor = dispatch.resolve(backend, pages.device).dense(
-        q, pages, page_table, lengths, scale, softcap, sinks
-    )
+def dense(q: torch.Tensor, pages: Pages, rows: Rows, softmax: Softmax, *, backend: str = "auto") -> torch.Tensor:
+    """Softmax attention of every row over all its tokens; arguments, result and errors as in `attend`.
+
+    Example:
+        >>> out = dense(q, pages, Rows(page_table, lengths), Softmax(D**-0.5, softcap=50.0))
+    """
+    checks.check_read("dense", q, pages, rows)
+    checks.check_sinks("dense", softmax, q)
+    out: torch.Tensor = dispatch.resolve(backend, pages.device).dense(q, pages, rows, softmax)
     return out
 
 
@@ -39,10 +27,8 @@ def prefill(
     pages: Pages,
     page_table: torch.Tensor,
     length: int,
+    softmax: Softmax,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Causal softmax attention of the last n tokens of one sequence over all that each of them may see.
@@ -54,9 +40,7 @@ def prefill(
         pages: The layer's pages, the n tokens' keys and values already in them.
         page_table: [P] int64 physical page of every logical page of the sequence; pages in host memory are copied.
         length: Tokens of the sequence, the n new ones included.
-        scale: Softmax scale.
-        softcap: As in `attend`.
-        sinks: As in `attend`.
+        softmax: How logits become weights.
         backend: ``auto`` or a backend's name.
 
     Returns:
@@ -65,12 +49,11 @@ def prefill(
     Raises:
         ValueError: A shape, a device or a value is wrong.
         TypeError: A dtype is wrong.
+
+    Example:
+        >>> prompt = torch.randn(S, Hq, D)  # the queries of a prompt of S tokens, which fill physical page 0
+        >>> out = prefill(prompt, pages, torch.tensor([0]), S, Softmax(D**-0.5))
     """
-    if torch.compiler.is_compiling():
-        attended: torch.Tensor = torch.ops.questkv.prefill(
-            q, *pages.tensors(), page_table, length, scale, softcap, sinks, backend
-        )
-        return attended
     checks.check_query("prefill", q, pages)
     if page_table.ndim != 1:
         raise ValueError(f"[prefill] page_table: expected [P], got {list(page_table.shape)}")
@@ -86,9 +69,6 @@ def prefill(
         )
     last = (length - 1) // pages.page_size
     checks.check_kind("prefill", "page_table", page_table[last : last + 1], pages, coded=False)
-    checks.check_scale("prefill", scale)
-    checks.check_softmax("prefill", softcap, sinks, q)
-    out: torch.Tensor = dispatch.resolve(backend, pages.device).prefill(
-        q, pages, page_table, length, scale, softcap, sinks
-    )
+    checks.check_sinks("prefill", softmax, q)
+    out: torch.Tensor = dispatch.resolve(backend, pages.device).prefill(q, pages, page_table, length, softmax)
     return out

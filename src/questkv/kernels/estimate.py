@@ -5,39 +5,30 @@ from __future__ import annotations
 import torch
 
 from questkv.kernels import checks, dispatch
+from questkv.kernels.rows import Rows
+from questkv.kernels.scoring import DEFAULT, Scoring
+from questkv.kernels.softmax import check_scale
 from questkv.kernels.types import Pages
 
 
 def estimate(
-    q: torch.Tensor,
-    pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    num_selected: torch.Tensor | None = None,
-    *,
-    scale: float,
-    optimism: float = 1.0,
-    group: str = "mean",
-    backend: str = "auto",
+    q: torch.Tensor, pages: Pages, rows: Rows, scale: float, scoring: Scoring = DEFAULT, *, backend: str = "auto"
 ) -> torch.Tensor:
     """Score the sealed pages of every row (paper, section 3.4, Algorithm 1; docs/method.md).
 
     With c and r the centre and half width of a page's box, a query head's score is
     ``scale * (q . c + optimism * |q| . r)``; with optimism 1 no key of the page has a larger logit.
 
+    Where spans have boxes and the rows have a K, spans are scored first, by the same rule, and only the pages of the
+    ceil(4 K / C) best spans (the lower of equal ones) and those behind the last whole span after them
+    (docs/method.md). A row whose spans all belong to these has all pages scored, as every row has without a K.
+
     Args:
         q: [R, Hq, D] queries, the keys' dtype.
         pages: The layer's pages.
-        page_table: [R, P] int64 physical page of every logical page; entries past a row's pages are padding (-1).
-        lengths: [R] int64 tokens visible to the row, its own included, 1 to P * S. Its first (length - 1) // S pages
-            are sealed.
-        num_selected: [R] int64 K of every row, where spans have boxes: then their boxes are scored first, by the same
-            rule, and only the pages of the ceil(4 K / C) best spans (the lower of equal ones) and those behind the
-            last whole span after them (docs/method.md). A row whose spans all belong to these has all pages scored.
-            None scores every page.
+        rows: Page tables [R, P] and lengths; K or None.
         scale: Softmax scale, usually D ** -0.5.
-        optimism: >= 0; how much of the half width counts.
-        group: ``mean`` or ``softmax_mean`` (one score per KV head), or ``per_head`` (one per query head).
+        scoring: Its optimism and group.
         backend: ``auto`` or a backend's name.
 
     Returns:
@@ -47,18 +38,12 @@ def estimate(
     Raises:
         ValueError: A shape, a device or a value is wrong.
         TypeError: A dtype is wrong.
+
+    Example:
+        >>> scores = estimate(q, pages, Rows(page_table, lengths), D**-0.5, Scoring(optimism=1.0))  # the paper's bound
     """
-    if torch.compiler.is_compiling():
-        scored: torch.Tensor = torch.ops.questkv.estimate(
-            q, *pages.tensors(), page_table, lengths, num_selected, scale, optimism, group, backend
-        )
-        return scored
-    checks.check_rows("estimate", q, pages, page_table, lengths)
-    checks.check_scale("estimate", scale)
-    checks.check_scoring("estimate", optimism, group)
-    if num_selected is not None:
-        checks.check_per_row("estimate", "num_selected", num_selected, q.shape[0], pages)
-    scores: torch.Tensor = dispatch.resolve(backend, pages.device).estimate(
-        q, pages, page_table, lengths, num_selected, scale, optimism, group
-    )
+    checks.check_query("estimate", q, pages)
+    checks.check_rows("estimate", q, pages, rows)
+    check_scale("estimate", scale)
+    scores: torch.Tensor = dispatch.resolve(backend, pages.device).estimate(q, pages, rows, scale, scoring)
     return scores

@@ -34,6 +34,9 @@ def linear(
         ValueError: A shape or a device is wrong, or a tensor isn't contiguous.
         TypeError: A dtype is wrong.
         UnsupportedError: The backend has no linear layers; PyTorch's own are fast on a GPU.
+
+    Example:
+        >>> out = linear(torch.randn(1, 64), torch.randn(128, 64))
     """
     if torch.compiler.is_compiling():
         out: torch.Tensor = torch.ops.questkv.linear(x, weight, bias, scales, backend)
@@ -62,3 +65,25 @@ def linear(
         raise UnsupportedError(f"[linear] backend: expected 'native' or 'reference', got {backend!r} on {x.device}")
     result: torch.Tensor = module.linear(x, weight, bias, scales)
     return result
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scales: torch.Tensor | None, backend: str
+) -> torch.Tensor:
+    """A model calls it hundreds of times a token, so only the backend looks at its arguments."""
+    out: torch.Tensor = dispatch.resolve(backend, x.device).linear(x.contiguous(), weight.contiguous(), bias, scales)
+    return out
+
+
+def _fake_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scales: torch.Tensor | None, backend: str
+) -> torch.Tensor:
+    checks.check_linear_dtype(x)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+# What torch.compile sees in its place.
+_library = torch.library.Library("questkv", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scales, str backend) -> Tensor")
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("questkv::linear", _fake_linear, lib=_library)

@@ -28,10 +28,10 @@ def seal(pages: Pages, page_ids: torch.Tensor, into: torch.Tensor | None = None,
     Raises:
         ValueError: A shape, a device, a page id or its kind is wrong.
         TypeError: A dtype is wrong.
+
+    Example:
+        >>> seal(pages, torch.tensor([0, 1]))  # two pages that are full
     """
-    if torch.compiler.is_compiling():
-        torch.ops.questkv.seal(*pages.tensors(), page_ids, into, backend)
-        return
     checks.check_sealed("seal", "page_ids", page_ids, into, pages)
     dispatch.resolve(backend, pages.device).seal(pages, page_ids, into)
 
@@ -49,9 +49,9 @@ def seal_spans(pages: Pages, page_ids: torch.Tensor, *, backend: str = "auto") -
         ValueError: A shape, a device or a page id is wrong, or spans have no boxes.
         TypeError: A dtype is wrong.
         UnsupportedError: The backend has no spans.
+
+    Example:
+        >>> seal_spans(pages_with_spans, torch.arange(C)[None])  # physical pages 0 to C - 1, which `seal` has sealed
     """
-    if torch.compiler.is_compiling():
-        torch.ops.questkv.seal_spans(*pages.tensors(), page_ids, backend)
-        return
     checks.check_spans("seal_spans", "page_ids", page_ids, pages)
     dispatch.resolve(backend, pages.device).seal_spans(pages, page_ids)

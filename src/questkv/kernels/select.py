@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from questkv.kernels import checks, dispatch
+from questkv.kernels import dispatch
+from questkv.kernels.scoring import DEFAULT, Scoring
 
 
 def select(
     scores: torch.Tensor,
     num_pages: torch.Tensor,
     num_selected: torch.Tensor,
+    scoring: Scoring = DEFAULT,
     *,
-    sink_pages: int = 0,
-    recent_pages: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Choose, per row and head, the pages of highest score, the first and the last ones always among them.
@@ -25,23 +25,22 @@ def select(
         scores: [R, H, P] float32 as `estimate` returns them.
         num_pages: [R] int64 sealed pages of the row, at most P; scores behind them are not looked at.
         num_selected: [R] int64, K of the row; a row with fewer pages selects all of them.
-        sink_pages: First pages that are always selected.
-        recent_pages: Last sealed pages that are always selected.
+        scoring: Its sink and recent pages, which are always selected.
         backend: ``auto`` or a backend's name.
 
     Returns:
-        [R, H, K] int64 logical pages, ascending, K the most that a row selects; shorter rows end in -1. Inside a graph
-        of torch.compile, where a shape can't depend on values, K is P.
+        [R, H, K] int64 logical pages, ascending, K the most that a row selects; shorter rows end in -1.
 
     Raises:
         ValueError: A shape is wrong, or a row's `num_selected` can't hold its sink and recent pages.
         TypeError: A dtype is wrong.
+
+    Example:
+        >>> scores = torch.tensor([[[0.1, 0.5, 0.2, 0.9, 0.3]]])
+        >>> num_pages, num_selected = torch.tensor([5]), torch.tensor([2])
+        >>> select(scores, num_pages, num_selected, Scoring(sink_pages=1, recent_pages=0))
+        tensor([[[0, 3]]])
     """
-    if torch.compiler.is_compiling():
-        padded: torch.Tensor = torch.ops.questkv.select(
-            scores, num_pages, num_selected, sink_pages, recent_pages, backend
-        )
-        return padded
     if scores.ndim != 3:
         raise ValueError(f"[select] scores: expected [R, H, P], got {list(scores.shape)}")
     if scores.dtype != torch.float32:
@@ -53,11 +52,8 @@ def select(
             raise TypeError(f"[select] {name}: expected int64, got {value.dtype}")
         if value.device != scores.device:
             raise ValueError(f"[select] {name}: expected device {scores.device}, got {value.device}")
-    checks.check_forced("select", sink_pages, recent_pages)
-    _check_counts(scores, num_pages, num_selected, sink_pages + recent_pages)
-    selection: torch.Tensor = dispatch.resolve(backend, scores.device).select(
-        scores, num_pages, num_selected, sink_pages, recent_pages
-    )
+    _check_counts(scores, num_pages, num_selected, scoring.forced_pages)
+    selection: torch.Tensor = dispatch.resolve(backend, scores.device).select(scores, num_pages, num_selected, scoring)
     return selection
 
 

@@ -27,10 +27,11 @@ def transfer(
         ValueError: A shape, a device or a page id is wrong.
         TypeError: A dtype is wrong.
         UnsupportedError: The backend has no such operator (``native``: pages in host memory are for GPUs).
+
+    Example:
+        >>> two, others = torch.tensor([[0, 1]] * Hkv), torch.tensor([[2, 3]] * Hkv)
+        >>> transfer(pages, two, pages, others, backend="reference")  # a copy of pages 0 and 1 in every KV head
     """
-    if torch.compiler.is_compiling():
-        torch.ops.questkv.transfer(*source.tensors(), page_ids, *target.tensors(), into, backend)
-        return
     for name in ("num_kv_heads", "page_size", "head_dim", "value_dim", "dtype", "device"):
         ours, theirs = getattr(source, name), getattr(target, name)
         if ours != theirs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,45 +84,6 @@ class Pages:
                     f"{segment.span_pages}"
                 )
 
-    @classmethod
-    def of(
-        cls,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        boxes: Sequence[torch.Tensor],
-        scales: Sequence[torch.Tensor],
-        value_scales: Sequence[torch.Tensor],
-    ) -> Pages:
-        """The pages whose `tensors` these are."""
-        of_coded = iter(value_scales)
-        return cls(
-            tuple(
-                PageSegment(
-                    keys[i],
-                    values[i],
-                    boxes[i],
-                    scales[i] if scales else None,
-                    next(of_coded) if keys[i].dtype == torch.uint8 else None,
-                    host=keys[i].device != boxes[i].device,
-                )
-                for i in range(len(keys))
-            )
-        )
-
-    def tensors(self) -> tuple[list[torch.Tensor], ...]:
-        """Five lists, as custom operators take them: keys, values and boxes, one of each a segment.
-
-        Then scales, one a segment or none at all, and value scales, one a coded segment.
-        """
-        segments = self.segments
-        return (
-            [segment.keys for segment in segments],
-            [segment.values for segment in segments],
-            [segment.boxes for segment in segments],
-            [segment.scales for segment in segments if segment.scales is not None],
-            [segment.value_scales for segment in segments if segment.value_scales is not None],
-        )
-
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First physical page of every segment, and the end of the last: one more entry than segments."""
@@ -193,27 +153,6 @@ class Pages:
     def device(self) -> torch.device:
         """Device of every tensor but those in host memory."""
         return self.segments[0].keys.device
-
-
-@dataclass(frozen=True, eq=False)
-class NewTokens:
-    """Tokens that `decode` writes before it reads: what `append` takes, and the pages that they seal.
-
-    Attributes:
-        slots: [n] int64, ``physical page * S + slot`` of every token, all different.
-        keys: [n, Hkv, D] the pages' dtype and device.
-        values: [n, Hkv, Dv] likewise.
-        sealed: [m] int64 physical pages that are full and have a token behind them now.
-        into: [m] int64 coded pages that they are coded into, as in `seal`; None leaves them as they are.
-        spans: [k, C] int64 pages of the spans that they complete, as in `seal_spans`; None where spans have no boxes.
-    """
-
-    slots: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    sealed: torch.Tensor
-    into: torch.Tensor | None = None
-    spans: torch.Tensor | None = None
 
 
 def _check_segment(segment: PageSegment, first_segment: PageSegment) -> None:

@@ -119,17 +119,18 @@ class SequenceBatch:
             backend: ``auto`` or a backend's name.
         """
         step = self._reserved()
+        places = step.places
         # A step may add no token at all (a chunk of padding), and the pool may then have no page yet.
-        if len(step.slots):
-            kernels.append(self.pool.layer(layer), step.slots, keys, values, backend=backend)
-            if len(step.sealed):
-                self.pool.seal(layer, step.sealed, step.into, backend=backend)
-            if step.spans is not None and len(step.spans):
-                kernels.seal_spans(self.pool.layer(layer), step.spans, backend=backend)
+        if len(places.slots):
+            kernels.append(self.pool.layer(layer), places.slots, keys, values, backend=backend)
+            if len(places.sealed):
+                self.pool.seal(layer, places.sealed, places.into, backend=backend)
+            if places.spans is not None and len(places.spans):
+                kernels.seal_spans(self.pool.layer(layer), places.spans, backend=backend)
         step.written.add(layer)
 
     def written(self, layer: int) -> None:
-        """Note that a layer holds the reserved tokens: `kernels.DecodeStep` has written them."""
+        """Note that a layer holds the reserved tokens: `kernels.decode` has written them."""
         self._reserved().written.add(layer)
 
     def keys_values(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:

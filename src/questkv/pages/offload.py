@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from questkv import kernels
+from questkv.kernels import Rows, Scoring, Softmax
 from questkv.pages.exclusive import exclusive
 from questkv.pages.fetched import FetchedPages, first_of_each
+
+
+@dataclass(frozen=True, eq=False)
+class HostRows:
+    """Rows of a decode step, and what the host knows of them: it need not wait for the device to tell.
+
+    Attributes:
+        rows: Page tables [R, P], lengths and K.
+        lengths: Their lengths.
+        num_selected: Their K.
+    """
+
+    rows: Rows
+    lengths: list[int]
+    num_selected: list[int]
 
 
 # What is fetched must stay until it is read: a fork in another thread would fetch into the same places.
@@ -17,21 +33,12 @@ from questkv.pages.fetched import FetchedPages, first_of_each
 def decode(
     q: torch.Tensor,
     fetched: FetchedPages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    num_selected: torch.Tensor,
-    host_lengths: list[int],
-    host_num_selected: list[int],
-    fetches: torch.Tensor,
+    rows: HostRows,
+    softmax: Softmax,
+    scoring: Scoring,
     *,
-    scale: float,
-    optimism: float,
-    group: str,
-    sink_pages: int,
-    recent_pages: int,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
     pages_read: torch.Tensor,
+    fetches: torch.Tensor,
     backend: str,
 ) -> torch.Tensor:
     """One decode step of every row, bit for bit what `kernels.decode` gives for the same pages on the device.
@@ -41,20 +48,11 @@ def decode(
     Args:
         q: [R, Hq, D] queries; their own keys and values are in the pages already.
         fetched: The layer, and its copies on the device.
-        page_table: As in `kernels.decode`.
-        lengths: As in `kernels.decode`.
-        num_selected: As in `kernels.decode`.
-        host_lengths: `lengths` as the host knows them.
-        host_num_selected: `num_selected` likewise.
-        fetches: [2] int64; what `FetchedPages.fetch` returns is added.
-        scale: As in `kernels.decode`.
-        optimism: As in `kernels.decode`.
-        group: As in `kernels.decode`.
-        sink_pages: As in `kernels.decode`.
-        recent_pages: As in `kernels.decode`.
-        softcap: As in `kernels.decode`.
-        sinks: As in `kernels.decode`.
+        rows: Page tables, lengths and K, and what the host knows of them.
+        softmax: As in `kernels.decode`.
+        scoring: As in `kernels.decode`.
         pages_read: [R] int64, written as by `kernels.decode`.
+        fetches: [2] int64; what `FetchedPages.fetch` returns is added.
         backend: As in `kernels.decode`.
 
     Returns:
@@ -66,37 +64,31 @@ def decode(
     pages = fetched.pages
     assert pages is not None
     kv_heads = pages.num_kv_heads
-    num_sealed = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
-    sealed = [(length - 1) // pages.page_size for length in host_lengths]
-    whole = [row for row, count in enumerate(sealed) if host_num_selected[row] >= count]
-    sparse = [row for row, count in enumerate(sealed) if host_num_selected[row] < count]
+    on_device, wanted = rows.rows, rows.num_selected
+    assert on_device.num_selected is not None
+    num_sealed = torch.div(on_device.lengths - 1, pages.page_size, rounding_mode="floor")
+    sealed = [(length - 1) // pages.page_size for length in rows.lengths]
+    whole = [row for row, count in enumerate(sealed) if wanted[row] >= count]
+    sparse = [row for row, count in enumerate(sealed) if wanted[row] < count]
     out = q.new_empty((*q.shape[:2], pages.value_dim))
-    softmax: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
-    for rows in _together(whole, sealed, fetched.slots):
-        here = _index(rows, q)
-        table, count = page_table[here], num_sealed[here]
+    for piece in _together(whole, sealed, fetched.slots):
+        here = _index(piece, q)
+        table, count = on_device.page_table[here], num_sealed[here]
         behind = torch.arange(table.shape[1], device=q.device) >= count[:, None]
-        named = table.masked_fill(behind, -1)[:, : max(sealed[row] for row in rows)]
+        named = table.masked_fill(behind, -1)[:, : max(sealed[row] for row in piece)]
         fetches += fetched.fetch(named.flatten().expand(kv_heads, -1), backend=backend)
-        out[here] = kernels.dense(q[here], fetched.view, fetched.table(table), lengths[here], **softmax)
+        there = Rows(fetched.table(table), on_device.lengths[here])
+        out[here] = kernels.dense(q[here], fetched.view, there, softmax, backend=backend)
         pages_read[here] = (count + 1) * kv_heads
-    each_head = lists_a_kv_head(q, kv_heads, group)
-    for rows in _together(sparse, [each_head * count for count in host_num_selected], fetched.slots):
-        here = _index(rows, q)
-        table = page_table[here]
-        scores = kernels.estimate(
-            q[here], pages, table, lengths[here], scale=scale, optimism=optimism, group=group, backend=backend
-        )
-        selection = kernels.select(
-            scores,
-            num_sealed[here],
-            num_selected[here],
-            sink_pages=sink_pages,
-            recent_pages=recent_pages,
-            backend=backend,
-        )
+    each_head = lists_a_kv_head(q, kv_heads, scoring.group)
+    for piece in _together(sparse, [each_head * count for count in wanted], fetched.slots):
+        here = _index(piece, q)
+        table, lengths = on_device.page_table[here], on_device.lengths[here]
+        scores = kernels.estimate(q[here], pages, Rows(table, lengths), softmax.scale, scoring, backend=backend)
+        selection = kernels.select(scores, num_sealed[here], on_device.num_selected[here], scoring, backend=backend)
         fetches += fetched.fetch(_physical(selection, table, kv_heads), backend=backend)
-        out[here] = kernels.attend(q[here], fetched.view, fetched.table(table), lengths[here], selection, **softmax)
+        there = Rows(fetched.table(table), lengths)
+        out[here] = kernels.attend(q[here], fetched.view, there, selection, softmax, backend=backend)
         pages_read[here] = _distinct(selection, kv_heads) + kv_heads
     return out
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from questkv.kernels import Places, Rows
 from questkv.pages.geometry import PageGeometry
 from questkv.pages.sequence import Sequence
 
@@ -18,24 +19,19 @@ class Step:
     Attributes:
         counts: New tokens of every sequence.
         lengths: Tokens of every sequence, the new ones included.
-        slots: [T] int64, ``physical page * S + slot`` of the new tokens, sequence after sequence; T = sum(counts).
-        sealed: [m] int64 physical pages that the new tokens seal.
-        into: [m] int64 closed pages that they move into, as codes with ``kv_dtype="int8"``; None if they stay.
+        places: Slots [T] of the new tokens, sequence after sequence, T = sum(counts); the pages that they seal, the
+            closed pages that those move into (as codes with ``kv_dtype="int8"``), and the spans that they complete.
         page_table: [B, P] int64 physical pages, -1 past a sequence's own.
-        written_table: Like `page_table`, with the pages of `sealed` where that has those of `into`.
-        spans: [k, C] int64 physical pages of the spans that the new tokens complete; None without spans.
+        written_table: Like `page_table`, with the pages of `sealed` where that has the closed ones.
         page_size: S.
         written: Layers that hold the new tokens already.
     """
 
     counts: list[int]
     lengths: list[int]
-    slots: torch.Tensor
-    sealed: torch.Tensor
-    into: torch.Tensor | None
+    places: Places
     page_table: torch.Tensor
     written_table: torch.Tensor
-    spans: torch.Tensor | None
     page_size: int
     written: set[int] = field(default_factory=set)
 
@@ -49,7 +45,7 @@ class Step:
         ]
 
     @cached_property
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self) -> Rows:
         """Page table [T, P] and lengths [T] with a row for every new token, as the operators take them.
 
         A page that the step moves is closed for the tokens after it and plain for those inside it, as it is when each
@@ -58,11 +54,11 @@ class Step:
         device = self.page_table.device
         counts, lengths = torch.tensor(self.counts, device=device), torch.tensor(self.row_lengths, device=device)
         table = self.page_table.repeat_interleave(counts, dim=0)
-        if self.into is not None and max(self.counts, default=0) > 1:
+        if self.places.into is not None and max(self.counts, default=0) > 1:
             open_pages = torch.div(lengths - 1, self.page_size, rounding_mode="floor")[:, None]
             written = self.written_table.repeat_interleave(counts, dim=0)
             table.scatter_(1, open_pages, written.gather(1, open_pages))
-        return table, lengths
+        return Rows(table, lengths)
 
     def run(self, sequence: int) -> torch.Tensor:
         """[P] page table for a sequence's new tokens as one dense block: they read each other as they were written.
@@ -71,7 +67,7 @@ class Step:
         """
         length = self.lengths[sequence]
         first, end = (length - self.counts[sequence]) // self.page_size, -(-length // self.page_size)
-        if self.into is None:
+        if self.places.into is None:
             return self.page_table[sequence, :end]
         return torch.cat([self.page_table[sequence, :first], self.written_table[sequence, first:end]])
 
@@ -100,12 +96,14 @@ def describe(geometry: PageGeometry, sequences: list[Sequence], counts: list[int
     return Step(
         counts,
         [sequence.length for sequence in sequences],
-        torch.cat(slots).to(device),
-        torch.cat(sealed).to(device),
-        torch.tensor(list(into.values()), dtype=torch.int64).to(device) if geometry.closes else None,
+        Places(
+            torch.cat(slots).to(device),
+            torch.cat(sealed).to(device),
+            torch.tensor(list(into.values()), dtype=torch.int64).to(device) if geometry.closes else None,
+            _spans(geometry, sequences, counts, table).to(device) if geometry.span_pages else None,
+        ),
         table.to(device),
         written.to(device),
-        _spans(geometry, sequences, counts, table).to(device) if geometry.span_pages else None,
         page_size,
     )
 

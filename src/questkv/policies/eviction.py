@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from questkv.config import QuestConfig
 from questkv.errors import ConfigError
-from questkv.hf.group import Softmax
+from questkv.kernels import Softmax
 from questkv.policies.cache import PolicyCache, dense_layer
 from questkv.policies.context import Context
 from questkv.policies.layer import HeldLayer

@@ -8,8 +8,8 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from questkv.errors import UnsupportedError
-from questkv.hf.group import Softmax
 from questkv.hf.layer import PagedKeys
+from questkv.kernels import Softmax
 from questkv.policies.softmax import attention_logits, attention_weights
 from questkv.policies.tokens import HeldTokens
 

@@ -11,8 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from questkv.config import QuestConfig
-from questkv.hf.group import Softmax
-from questkv.kernels import select
+from questkv.kernels import Scoring, Softmax, select
 from questkv.policies.budget import fit
 from questkv.policies.cache import PolicyCache, dense_layer
 from questkv.policies.context import Context
@@ -82,8 +81,7 @@ class Oracle(OraclePolicy):
             scores[None],
             torch.tensor([sealed], device=mass.device),
             torch.tensor([self.config.pages_at(length)], device=mass.device),
-            sink_pages=self.config.sink_pages,
-            recent_pages=self.config.recent_pages,
+            Scoring.of(self.config),
             backend=self.config.backend,
         )[0]
         tokens = (pages[..., None] * size + every[0, :size]).flatten(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from questkv.hf.group import Softmax
+from questkv.kernels import Softmax
 
 
 def attention_logits(query: torch.Tensor, keys: torch.Tensor, softmax: Softmax) -> torch.Tensor:

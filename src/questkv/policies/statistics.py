@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from questkv.hf.cache import QuestCache
-from questkv.hf.group import Softmax
+from questkv.kernels import Softmax
 
 # Last queries of the prompt that SnapKV observes (its paper's LongBench settings).
 OBSERVED_QUERIES = 32

@@ -28,7 +28,7 @@ from questkv.benchmark.gpu.machine import Machine, Run
 from questkv.benchmark.layers import Layer
 from questkv.benchmark.shapes import Shape
 from questkv.config import QuestConfig
-from questkv.kernels.triton.attend import attention
+from questkv.kernels.triton.attend import Lists, attention
 from questkv.kernels.triton.select import choose
 
 EAGER = "-eager"
@@ -78,42 +78,29 @@ class GpuAttention(Attention):
         super().__init__(shape, config, context, with_flex=with_flex, device=machine.device, layers=layers)
         self.machine = machine
         self.notes: list[str] = []
+        self.model_rows, self.page_rows = self.rows(self.selected, plain=True), self.rows(self.selected)
         self.counts = torch.full_like(self.lengths, self.selected)
         steps = max(layers, _FEWEST_STEPS)
         self.turns = [(self.query(), self.layers[i % layers]) for i in range(steps)]
 
     def decode(self, query: torch.Tensor, layer: Layer, selected: int, *, plain: bool = False) -> torch.Tensor:
         """Our decode step, or our dense attention where it would read every page."""
-        pages, table = (layer.plain, self.model_table) if plain else (layer.pages, self.page_table)
+        pages, rows = (layer.plain, self.model_rows) if plain else (layer.pages, self.page_rows)
         if selected > self.selected:
-            return kernels.dense(query, pages, table, self.lengths, scale=self.scale, backend=self.config.backend)
-        return kernels.decode(
-            query,
-            pages,
-            table,
-            self.lengths,
-            self.counts,
-            scale=self.scale,
-            optimism=self.config.optimism,
-            group=self.config.group,
-            sink_pages=self.config.sink_pages,
-            recent_pages=self.config.recent_pages,
-            backend=self.config.backend,
-        )
+            return kernels.dense(query, pages, rows, self.softmax, backend=self.config.backend)
+        return kernels.decode(query, pages, rows, self.softmax, self.scoring, backend=self.config.backend)
 
     def select(self, scores: torch.Tensor) -> torch.Tensor:
         """The kernel as `decode` launches it; `kernels.select` would wait for the GPU."""
         chosen = torch.empty((*scores.shape[:2], self.selected), dtype=torch.int64, device=self.device)
-        size, config = self.config.page_size, self.config
-        choose(scores, self.lengths, size, self.counts, config.sink_pages, config.recent_pages, chosen)
+        choose(scores, self.lengths, self.config.page_size, self.counts, self.scoring, chosen)
         return chosen
 
     def attend(self, query: torch.Tensor, layer: Layer, selection: torch.Tensor) -> torch.Tensor:
         """The kernels as `decode` launches them; `kernels.attend` would count the selection first."""
         if self.config.group == "per_head":
             return super().attend(query, layer, selection)
-        args = (query, layer.pages, self.page_table, self.lengths, self.scale)
-        return attention(*args, None, None, self.counts, selection)
+        return attention(query, layer.pages, self.page_rows, self.softmax, Lists(self.counts, selection))
 
     def checked(self) -> list[Candidate]:
         """Ours, their parts, and the others whose results are right; the rest are noted.

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from questkv.benchmark.shapes import DTYPES
-from questkv.kernels import NewTokens, Pages, PageSegment
+from questkv.kernels import Pages, PageSegment, Places, Writes
 
 SINK_PAGES, RECENT_PAGES = 1, 2
 _FREE_PAGES = 3
@@ -197,7 +197,7 @@ class Inputs:
             torch.full((*tokens, 2), math.nan, device=self.device) if coded else None,
         )
 
-    def tokens_of(self, written: list[range]) -> NewTokens:
+    def tokens_of(self, written: list[range]) -> Writes:
         """Some tokens of every row, and the pages that they seal."""
         size, plain, coded = self.case.page_size, self._physical[False], self._physical[True]
         slots, sealed, into = [], [], []
@@ -212,9 +212,8 @@ class Inputs:
             torch.cat([own[:, here].transpose(0, 1) for own, here in zip(rows, cut, strict=True)])
             for rows in (self.keys, self.values)
         )
-        return NewTokens(
-            self._long(slots), keys, values, self._long(sealed), self._long(into) if self.case.coded else None
-        )
+        coded_into = self._long(into) if self.case.coded else None
+        return Writes(keys, values, Places(self._long(slots), self._long(sealed), coded_into))
 
     def _choose(self) -> None:
         """How many pages a row may read, and some selection."""

@@ -106,9 +106,8 @@ def check_select(
         num_pages = torch.tensor([width, width - 1, width, width, max(width // 3, 1)], device=device)
         count = max(width // 8, 4)
         num_selected = torch.tensor([count, count, count, count, width], device=device)
-        got = kernels.select(
-            scores, num_pages, num_selected, sink_pages=SINK_PAGES, recent_pages=RECENT_PAGES, backend=backend
-        )
+        scoring = kernels.Scoring(sink_pages=SINK_PAGES, recent_pages=RECENT_PAGES)
+        got = kernels.select(scores, num_pages, num_selected, scoring, backend=backend)
         for row, pages in enumerate(num_pages.tolist()):
             kept = min(int(num_selected[row]), pages)
             chosen = formulas.chosen(scores[row, :, :pages], kept, SINK_PAGES, RECENT_PAGES)

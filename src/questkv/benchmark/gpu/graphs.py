@@ -11,7 +11,7 @@ from questkv.benchmark.gpu.cases import Inputs
 from questkv.benchmark.gpu.findings import Finding, finding
 from questkv.benchmark.gpu.machine import Machine
 from questkv.benchmark.gpu.operators import Results, decode_step, write_first
-from questkv.kernels import NewTokens
+from questkv.kernels import Places, Writes
 
 
 def check_graph(inputs: Inputs, results: Results, machine: Machine) -> Iterator[Finding]:
@@ -41,7 +41,8 @@ def check_graph(inputs: Inputs, results: Results, machine: Machine) -> Iterator[
         (static.row_lengths, inputs.row_lengths),
         (static.page_table, inputs.page_table),
         (static.counts, inputs.counts),
-        *((getattr(new, name), getattr(inputs.last, name)) for name in ("slots", "keys", "values", "sealed", "into")),
+        *((getattr(new, name), getattr(inputs.last, name)) for name in ("keys", "values")),
+        *((getattr(new.places, name), getattr(inputs.last.places, name)) for name in ("slots", "sealed", "into")),
     ):
         if target is not None:
             target.copy_(source)
@@ -51,18 +52,15 @@ def check_graph(inputs: Inputs, results: Results, machine: Machine) -> Iterator[
     yield finding("decode", "pages read by a graph's replay", pages_read, results.pages_read)
 
 
-def _nothing_new(inputs: Inputs, lengths: list[int]) -> NewTokens:
+def _nothing_new(inputs: Inputs, lengths: list[int]) -> Writes:
     """As many new tokens and sealed pages as in the step: on a GPU padding, else some that are there already."""
     new = inputs.tokens_of([range(length - 1, length) for length in lengths])
-    count = len(inputs.last.sealed)
+    last, first = inputs.last.places, inputs.first.places
+    count = len(last.sealed)
     if inputs.device.type != "cpu":
-        slots, sealed = torch.full_like(new.slots, -1), torch.full_like(inputs.last.sealed, -1)
-        return NewTokens(slots, new.keys, new.values, sealed, None if inputs.last.into is None else sealed.clone())
-    into = inputs.first.into
-    return NewTokens(
-        new.slots,
-        new.keys,
-        new.values,
-        inputs.first.sealed[:count].clone(),
-        None if into is None else into[:count].clone(),
-    )
+        slots, sealed = torch.full_like(new.places.slots, -1), torch.full_like(last.sealed, -1)
+        places = Places(slots, sealed, None if last.into is None else sealed.clone())
+    else:
+        into = None if first.into is None else first.into[:count].clone()
+        places = Places(new.places.slots, first.sealed[:count].clone(), into)
+    return Writes(new.keys, new.values, places)

@@ -13,6 +13,7 @@ from questkv.benchmark.gpu.cases import RECENT_PAGES, SINK_PAGES
 from questkv.benchmark.gpu.findings import Finding, finding
 from questkv.benchmark.gpu.machine import Machine
 from questkv.benchmark.shapes import DTYPES
+from questkv.kernels import Scoring, Softmax
 from questkv.pages import PageGeometry, PagePool, SequenceBatch, offload
 
 _LENGTHS = (700, 33, 257)
@@ -72,28 +73,21 @@ class _Layer:
         """
         step = self.batch.step
         assert step is not None
-        table, lengths = step.rows
         sealed = [(length - 1) // 16 for length in step.lengths]
         counts = [max(int(share * n), min(n, SINK_PAGES + RECENT_PAGES)) for n in sealed]
         budget = torch.tensor(counts, device=q.device)
-        pages_read, fetches = torch.zeros_like(lengths), torch.zeros(2, dtype=torch.int64, device=q.device)
-        how: dict[str, Any] = {
-            "scale": q.shape[2] ** -0.5,
-            "optimism": 0.5,
-            "group": rule,
-            "sink_pages": SINK_PAGES,
-            "recent_pages": RECENT_PAGES,
-            "pages_read": pages_read,
-            "backend": backend,
-        }
+        pages_read, fetches = torch.zeros_like(step.rows.lengths), torch.zeros(2, dtype=torch.int64, device=q.device)
+        softmax, scoring = Softmax(q.shape[2] ** -0.5), Scoring(0.5, rule, SINK_PAGES, RECENT_PAGES)
+        rows = step.rows.selecting(budget)
+        how: dict[str, Any] = {"pages_read": pages_read, "backend": backend}
         fetched = self.pool.fetched(0)
         if fetched is None:
-            out = kernels.decode(q, self.pool.layer(0), table, lengths, budget, **how)
+            out = kernels.decode(q, self.pool.layer(0), rows, softmax, scoring, **how)
         else:
             each_head = offload.lists_a_kv_head(q, self.pool.geometry.kv_heads, rule)
             fetched.reserve(max(sealed[0], each_head * counts[0]))
-            rows = (table, lengths, budget, step.lengths, counts, fetches)
-            out = offload.decode(q, fetched, *rows, softcap=None, sinks=None, **how)
+            known = offload.HostRows(rows, step.lengths, counts)
+            out = offload.decode(q, fetched, known, softmax, scoring, fetches=fetches, **how)
         return out, pages_read, fetches
 
 

@@ -11,6 +11,7 @@ import torch
 
 from questkv import kernels
 from questkv.benchmark.gpu.cases import RECENT_PAGES, SINK_PAGES, Inputs
+from questkv.kernels import Rows, Scoring, Softmax, Writes
 
 OPTIMISM = 0.5
 
@@ -57,13 +58,13 @@ def write_first(inputs: Inputs, entering: Callable[[str], None] = lambda operato
     """Every token but the last of each row, by `append` and `seal`."""
     first = inputs.first
     entering("append")
-    kernels.append(inputs.pages, first.slots, first.keys, first.values, backend=inputs.backend)
+    kernels.append(inputs.pages, first.places.slots, first.keys, first.values, backend=inputs.backend)
     entering("seal")
-    kernels.seal(inputs.pages, first.sealed, first.into, backend=inputs.backend)
+    kernels.seal(inputs.pages, first.places.sealed, first.places.into, backend=inputs.backend)
 
 
 def decode_step(
-    inputs: Inputs, *, new: kernels.NewTokens | None = None, counts: torch.Tensor | None = None, row: int | None = None
+    inputs: Inputs, *, new: Writes | None = None, counts: torch.Tensor | None = None, row: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`decode` of all rows or of one alone: its output, and the pages that it read."""
     chosen = inputs.counts if counts is None else counts
@@ -77,19 +78,18 @@ def decode_step(
     out = kernels.decode(
         q,
         inputs.pages,
-        table,
-        lengths,
-        chosen,
-        scale=inputs.case.scale,
-        optimism=OPTIMISM,
-        group=inputs.case.rule,
-        sink_pages=SINK_PAGES,
-        recent_pages=RECENT_PAGES,
+        Rows(table, lengths, chosen),
+        Softmax(inputs.case.scale),
+        _scoring(inputs),
+        writes=new,
         pages_read=pages_read,
-        new=new,
         backend=inputs.backend,
     )
     return out, pages_read
+
+
+def _scoring(inputs: Inputs) -> Scoring:
+    return Scoring(OPTIMISM, inputs.case.rule, SINK_PAGES, RECENT_PAGES)
 
 
 def call_operators(inputs: Inputs, entering: Callable[[str], None] = lambda operator: None) -> Results:
@@ -100,20 +100,20 @@ def call_operators(inputs: Inputs, entering: Callable[[str], None] = lambda oper
         entering: Called with an operator's name before it is.
     """
     case = inputs.case
-    rows = (inputs.q, inputs.pages, inputs.page_table, inputs.row_lengths)
+    rows = (inputs.q, inputs.pages, Rows(inputs.page_table, inputs.row_lengths))
+    softmax, scoring = Softmax(case.scale), _scoring(inputs)
     sealed = torch.tensor(inputs.sealed, device=inputs.device)
-    forced = {"sink_pages": SINK_PAGES, "recent_pages": RECENT_PAGES}
     write_first(inputs, entering)
     entering("decode")
     stepped, pages_read = decode_step(inputs, new=inputs.last)
     entering("estimate")
-    scores = kernels.estimate(*rows, scale=case.scale, optimism=OPTIMISM, group=case.rule, backend=inputs.backend)
+    scores = kernels.estimate(*rows, case.scale, scoring, backend=inputs.backend)
     entering("select")
-    selection = kernels.select(scores, sealed, inputs.counts, **forced, backend=inputs.backend)
+    selection = kernels.select(scores, sealed, inputs.counts, scoring, backend=inputs.backend)
     entering("attend")
-    attended = kernels.attend(*rows, inputs.selection, scale=case.scale, backend=inputs.backend)
+    attended = kernels.attend(*rows, inputs.selection, softmax, backend=inputs.backend)
     entering("dense")
-    everything = kernels.dense(*rows, scale=case.scale, backend=inputs.backend)
+    everything = kernels.dense(*rows, softmax, backend=inputs.backend)
     entering("decode")
     whole, _ = decode_step(inputs, counts=sealed)
     alone = torch.cat([decode_step(inputs, row=row)[0] for row in range(len(inputs.lengths))])

@@ -1,4 +1,7 @@
-"""The operators, as calls into the compiled module. Arguments have been validated by questkv.kernels."""
+"""The operators, as calls into the compiled module. Arguments have been validated by questkv.kernels.
+
+The module has structs of the same names; what is made of one is kept with it, so that the layers of a step share it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ import torch.utils.dlpack
 
 from questkv.errors import UnsupportedError
 from questkv.kernels.native.module import instruction_set, load
-from questkv.kernels.types import NewTokens, Pages
+from questkv.kernels.rows import Rows
+from questkv.kernels.scoring import Scoring
+from questkv.kernels.softmax import Softmax
+from questkv.kernels.types import Pages
+from questkv.kernels.writes import Writes
 
 # A capsule made here costs a tenth of what the module would spend on asking the tensor for one.
 lend: Callable[[torch.Tensor], Any] = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]
@@ -44,38 +51,24 @@ def seal_spans(pages: Pages, page_ids: torch.Tensor) -> None:
     load().seal_spans(instruction_set(), _layer(pages), lend(page_ids.contiguous()), torch.get_num_threads())
 
 
-def estimate(
-    q: torch.Tensor,
-    pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    num_selected: torch.Tensor | None,
-    scale: float,
-    optimism: float,
-    group: str,
-) -> torch.Tensor:
+def estimate(q: torch.Tensor, pages: Pages, rows: Rows, scale: float, scoring: Scoring) -> torch.Tensor:
     """As `kernels.estimate`."""
-    heads = q.shape[1] if group == "per_head" else pages.num_kv_heads
-    scores = q.new_empty((q.shape[0], heads, page_table.shape[1]), dtype=torch.float32)
+    heads = q.shape[1] if scoring.group == "per_head" else pages.num_kv_heads
+    scores = q.new_empty((q.shape[0], heads, rows.page_table.shape[1]), dtype=torch.float32)
     load().estimate(
         instruction_set(),
         _layer(pages),
         lend(q.contiguous()),
-        lend(page_table.contiguous()),
-        lend(lengths.contiguous()),
-        _lend_some(num_selected),
+        _rows(rows),
         scale,
-        optimism,
-        _GROUPS[group],
+        _scoring(scoring),
         lend(scores),
         torch.get_num_threads(),
     )
     return scores
 
 
-def select(
-    scores: torch.Tensor, num_pages: torch.Tensor, num_selected: torch.Tensor, sink_pages: int, recent_pages: int
-) -> torch.Tensor:
+def select(scores: torch.Tensor, num_pages: torch.Tensor, num_selected: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """As `kernels.select`."""
     width = int(torch.minimum(num_pages, num_selected).max()) if len(scores) else 0
     selection = scores.new_empty((*scores.shape[:2], width), dtype=torch.int64)
@@ -84,74 +77,46 @@ def select(
         lend(scores.contiguous()),
         lend(num_pages.contiguous()),
         lend(num_selected.contiguous()),
-        sink_pages,
-        recent_pages,
+        _scoring(scoring),
         lend(selection),
         torch.get_num_threads(),
     )
     return selection
 
 
-def attend(
-    q: torch.Tensor,
-    pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    selection: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def attend(q: torch.Tensor, pages: Pages, rows: Rows, selection: torch.Tensor | None, softmax: Softmax) -> torch.Tensor:
     """As `kernels.attend`; without a selection, over everything."""
-    if page_table.ndim == 3:
+    if rows.page_table.ndim == 3:
         raise UnsupportedError(
-            f"[attend] page_table: expected [R, P] with backend 'native', got {list(page_table.shape)}"
+            f"[attend] page_table: expected [R, P] with backend 'native', got {list(rows.page_table.shape)}"
         )
     out = torch.empty((*q.shape[:2], pages.value_dim), dtype=q.dtype)
     load().attend(
         instruction_set(),
         _layer(pages),
         lend(q.contiguous()),
-        lend(page_table.contiguous()),
-        lend(lengths.contiguous()),
+        _rows(rows),
         _lend_some(selection),
-        scale,
-        softcap or 0.0,
-        _sinks(sinks),
+        _softmax(softmax),
         lend(out),
         torch.get_num_threads(),
     )
     return out
 
 
-def dense(
-    q: torch.Tensor,
-    pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def dense(q: torch.Tensor, pages: Pages, rows: Rows, softmax: Softmax) -> torch.Tensor:
     """As `kernels.dense`."""
-    return attend(q, pages, page_table, lengths, None, scale, softcap, sinks)
+    return attend(q, pages, rows, None, softmax)
 
 
 def decode(
     q: torch.Tensor,
     pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    num_selected: torch.Tensor,
-    scale: float,
-    optimism: float,
-    group: str,
-    sink_pages: int,
-    recent_pages: int,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    rows: Rows,
+    softmax: Softmax,
+    scoring: Scoring,
+    writes: Writes | None,
     pages_read: torch.Tensor | None,
-    new: NewTokens | None,
 ) -> torch.Tensor:
     """As `kernels.decode`: estimate, select and attend for one (row, KV head) after another, in one call."""
     q = q.contiguous()
@@ -161,18 +126,11 @@ def decode(
         instruction_set(),
         _layer(pages),
         lend(q),
-        lend(page_table.contiguous()),
-        lend(lengths.contiguous()),
-        lend(num_selected.contiguous()),
-        scale,
-        optimism,
-        _GROUPS[group],
-        sink_pages,
-        recent_pages,
-        softcap or 0.0,
-        _sinks(sinks),
+        _rows(rows),
+        _softmax(softmax),
+        _scoring(scoring),
+        None if writes is None else _writes(writes),
         _lend_some(counts),
-        None if new is None else _new(new),
         lend(out),
         torch.get_num_threads(),
     )
@@ -212,14 +170,35 @@ def _layer(pages: Pages) -> Any:
     return layer
 
 
-def _new(new: NewTokens) -> tuple[Any, ...]:
-    keys, values = lend(new.keys.contiguous()), lend(new.values.contiguous())
-    sealed, into, spans = lend(new.sealed.contiguous()), _lend_some(new.into), _lend_some(new.spans)
-    return lend(new.slots.contiguous()), keys, values, sealed, into, spans
+def _rows(rows: Rows) -> Any:
+    if rows.bound is not None:
+        return rows.bound
+    table, lengths = lend(rows.page_table.contiguous()), lend(rows.lengths.contiguous())
+    return rows.bind(load().Rows(table, lengths, _lend_some(rows.num_selected)))
 
 
-def _sinks(sinks: torch.Tensor | None) -> Any:
-    return None if sinks is None else lend(sinks.detach().float().contiguous())
+def _softmax(softmax: Softmax) -> Any:
+    if softmax.bound is not None:
+        return softmax.bound
+    sinks = softmax.sinks
+    lent = None if sinks is None else lend(sinks.detach().float().contiguous())
+    return softmax.bind(load().Softmax(softmax.scale, softmax.softcap or 0.0, lent))
+
+
+def _scoring(scoring: Scoring) -> Any:
+    if scoring.bound is not None:
+        return scoring.bound
+    group = _GROUPS[scoring.group]
+    return scoring.bind(load().Scoring(scoring.optimism, group, scoring.sink_pages, scoring.recent_pages))
+
+
+def _writes(writes: Writes) -> tuple[Any, Any, Any]:
+    places = writes.places
+    bound = places.bound
+    if bound is None:
+        slots, sealed = lend(places.slots.contiguous()), lend(places.sealed.contiguous())
+        bound = places.bind(load().Places(slots, sealed, _lend_some(places.into), _lend_some(places.spans)))
+    return lend(writes.keys.contiguous()), lend(writes.values.contiguous()), bound
 
 
 def _lend_some(tensor: torch.Tensor | None) -> Any:

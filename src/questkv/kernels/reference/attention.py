@@ -6,22 +6,22 @@ import torch
 
 from questkv.kernels.blockwise import softmax_attention, tokens_of
 from questkv.kernels.gather import gather_heads, gather_pairs, gather_tokens
+from questkv.kernels.rows import Rows
+from questkv.kernels.softmax import Softmax
 from questkv.kernels.types import Pages
 
 
 def attend(
     q: torch.Tensor,
     pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
+    rows: Rows,
     selection: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """out[r] = attention of q[r] over the pages of selection[r] and the open page of row r."""
     out = q.new_empty((*q.shape[:2], pages.value_dim))
-    for row, length in enumerate(lengths.tolist()):
+    page_table = rows.page_table
+    for row, length in enumerate(rows.lengths.tolist()):
         sealed = (length - 1) // pages.page_size
         open_page, in_open_page = page_table[row, ..., sealed : sealed + 1], length - sealed * pages.page_size
         chosen = selection[row][:, : int((selection[row, 0] >= 0).sum())]
@@ -40,28 +40,26 @@ def attend(
                 gather_pairs(pages, heads, page_ids), _gather(pages, open_page), strict=True
             )
         )
-        out[row] = softmax_attention(q[row], keys, values, scale, softcap, sinks)
+        out[row] = softmax_attention(q[row], keys, values, softmax)
     return out
 
 
 def dense(
     q: torch.Tensor,
     pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    rows: Rows,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """out[r] = attention of q[r] over the first lengths[r] tokens of row r."""
     out = q.new_empty((*q.shape[:2], pages.value_dim))
-    for row, length in enumerate(lengths.tolist()):
+    page_table = rows.page_table
+    for row, length in enumerate(rows.lengths.tolist()):
         if page_table.ndim == 2:
             keys, values = tokens_of(pages, page_table[row], length)
         else:
             table = page_table[row, :, : -(-length // pages.page_size)]
             keys, values = (tokens.flatten(1, 2)[:, :length] for tokens in gather_heads(pages, table))
-        out[row] = softmax_attention(q[row], keys, values, scale, softcap, sinks)
+        out[row] = softmax_attention(q[row], keys, values, softmax)
     return out
 
 

@@ -9,6 +9,8 @@ import torch
 from questkv.config import SPAN_SHARE
 from questkv.kernels.gather import gather_run
 from questkv.kernels.reference.coding import encode_keys, encode_values
+from questkv.kernels.rows import Rows
+from questkv.kernels.scoring import Scoring
 from questkv.kernels.types import Pages, PageSegment
 
 # 127 * scale must reach the largest value although the division rounds; and a scale is never subnormal, which a CPU
@@ -100,26 +102,23 @@ def seal_spans(pages: Pages, page_ids: torch.Tensor) -> None:
 def estimate(
     q: torch.Tensor,
     pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    num_selected: torch.Tensor | None,
+    rows: Rows,
     scale: float,
-    optimism: float,
-    group: str,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """scores[r, h, p] = U . hi[h, p] + V . lo[h, p] with U = (M + aA) / 2, V = (M - aA) / 2 (docs/method.md)."""
-    heads = q.shape[1] if group == "per_head" else pages.num_kv_heads
-    scores = q.new_full((q.shape[0], heads, page_table.shape[1]), -torch.inf, dtype=torch.float32)
-    for row, length in enumerate(lengths.tolist()):
+    heads = q.shape[1] if scoring.group == "per_head" else pages.num_kv_heads
+    scores = q.new_full((q.shape[0], heads, rows.page_table.shape[1]), -torch.inf, dtype=torch.float32)
+    for row, length in enumerate(rows.lengths.tolist()):
         sealed = (length - 1) // pages.page_size
         if not sealed:
             continue
-        weights = _weights(q[row].float().view(pages.num_kv_heads, -1, pages.head_dim) * scale, optimism, group)
-        table = page_table[row, :sealed]
+        weights = _weights(q[row].float().view(pages.num_kv_heads, -1, pages.head_dim) * scale, scoring)
+        table = rows.page_table[row, :sealed]
         shown = None
-        if num_selected is not None:
-            shown = _in_best_spans(pages, table, weights, group, int(num_selected[row]))
-        scores[row, :, :sealed] = _scores(weights, *_boxes_of(pages, table), group, shown).flatten(0, 1)
+        if rows.num_selected is not None:
+            shown = _in_best_spans(pages, table, weights, scoring.group, int(rows.num_selected[row]))
+        scores[row, :, :sealed] = _scores(weights, *_boxes_of(pages, table), scoring.group, shown).flatten(0, 1)
     return scores
 
 
@@ -154,12 +153,12 @@ def _boxes_of(pages: Pages, page_ids: torch.Tensor, *, spans: bool = False) -> t
     return boxes, gather_run(parts(scales), places) if scales else None
 
 
-def _weights(grouped: torch.Tensor, optimism: float, group: str) -> torch.Tensor:
+def _weights(grouped: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """[Hkv, 1 or G, 2 D] V, then U, since a box is stored lo first; `grouped` are scaled queries [Hkv, G, D]."""
     mean, size = grouped, grouped.abs()
-    if group == "mean":
+    if scoring.group == "mean":
         mean, size = mean.mean(dim=1, keepdim=True), size.mean(dim=1, keepdim=True)
-    return torch.cat([(mean - optimism * size) / 2, (mean + optimism * size) / 2], dim=-1)
+    return torch.cat([(mean - scoring.optimism * size) / 2, (mean + scoring.optimism * size) / 2], dim=-1)
 
 
 def _scores(

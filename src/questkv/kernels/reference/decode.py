@@ -8,44 +8,43 @@ from questkv.kernels.reference.append import append
 from questkv.kernels.reference.attention import attend, dense
 from questkv.kernels.reference.boxes import estimate, seal, seal_spans
 from questkv.kernels.reference.select import select
-from questkv.kernels.types import NewTokens, Pages
+from questkv.kernels.rows import Rows
+from questkv.kernels.scoring import Scoring
+from questkv.kernels.softmax import Softmax
+from questkv.kernels.types import Pages
+from questkv.kernels.writes import Writes
 
 
 def decode(
     q: torch.Tensor,
     pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    num_selected: torch.Tensor,
-    scale: float,
-    optimism: float,
-    group: str,
-    sink_pages: int,
-    recent_pages: int,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    rows: Rows,
+    softmax: Softmax,
+    scoring: Scoring,
+    writes: Writes | None,
     pages_read: torch.Tensor | None,
-    new: NewTokens | None,
 ) -> torch.Tensor:
     """A row whose K covers its sealed pages is dense; the others read what they select."""
-    if new is not None:
-        append(pages, new.slots, new.keys, new.values)
-        seal(pages, new.sealed, new.into)
-        if new.spans is not None:
-            seal_spans(pages, new.spans)
+    if writes is not None:
+        places = writes.places
+        append(pages, places.slots, writes.keys, writes.values)
+        seal(pages, places.sealed, places.into)
+        if places.spans is not None:
+            seal_spans(pages, places.spans)
     out = q.new_empty((*q.shape[:2], pages.value_dim))
-    sealed = torch.div(lengths - 1, pages.page_size, rounding_mode="floor")
+    assert rows.num_selected is not None
+    sealed = torch.div(rows.lengths - 1, pages.page_size, rounding_mode="floor")
     for row in range(len(q)):
         one = slice(row, row + 1)
-        query, table, length, count = q[one], page_table[one], lengths[one], sealed[one]
-        if bool(num_selected[one] >= count):
-            out[one] = dense(query, pages, table, length, scale, softcap, sinks)
+        wanted, count = rows.num_selected[one], sealed[one]
+        this = Rows(rows.page_table[one], rows.lengths[one], wanted)
+        if bool(wanted >= count):
+            out[one] = dense(q[one], pages, this, softmax)
             read = count * pages.num_kv_heads
         else:
-            wanted = num_selected[one]
-            scores = estimate(query, pages, table, length, wanted, scale, optimism, group)
-            selection = select(scores, count, wanted, sink_pages, recent_pages)
-            out[one] = attend(query, pages, table, length, selection, scale, softcap, sinks)
+            scores = estimate(q[one], pages, this, softmax.scale, scoring)
+            selection = select(scores, count, wanted, scoring)
+            out[one] = attend(q[one], pages, this, selection, softmax)
             read = _distinct(selection, pages.num_kv_heads)
         if pages_read is not None:
             pages_read[one] = read + pages.num_kv_heads

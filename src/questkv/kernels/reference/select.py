@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from questkv.kernels.scoring import Scoring
 
-def select(
-    scores: torch.Tensor, num_pages: torch.Tensor, num_selected: torch.Tensor, sink_pages: int, recent_pages: int
-) -> torch.Tensor:
-    """First `sink_pages`, then the best of what lies between in ascending order, then the last `recent_pages`."""
+
+def select(scores: torch.Tensor, num_pages: torch.Tensor, num_selected: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """First the sink pages, then the best of what lies between in ascending order, then the recent pages."""
+    sink_pages, recent_pages = scoring.sink_pages, scoring.recent_pages
     counts = torch.minimum(num_pages, num_selected)
     width = int(counts.max()) if len(counts) else 0
     selection = scores.new_full((*scores.shape[:2], width), -1, dtype=torch.int64)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from questkv.kernels.rows import Rows
+from questkv.kernels.scoring import Scoring
 from questkv.kernels.triton.arithmetic import widen
 from questkv.kernels.triton.language import cdiv, jit, next_power_of_2, tl
 from questkv.kernels.triton.launch import check_row, on
@@ -16,44 +18,42 @@ from questkv.kernels.types import Pages
 def estimate(
     q: torch.Tensor,
     pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    num_selected: torch.Tensor | None,
+    rows: Rows,
     scale: float,
-    optimism: float,
-    group: str,
+    scoring: Scoring,
 ) -> torch.Tensor:
-    """As `kernels.estimate`; without spans, which `storage_of` refuses, `num_selected` changes nothing."""
-    return scores_of(q.contiguous(), pages, page_table.contiguous(), lengths.contiguous(), scale, optimism, group, None)
+    """As `kernels.estimate`; without spans, which `storage_of` refuses, K changes nothing."""
+    return scores_of(q, pages, rows, scale, scoring, for_select=False)
 
 
 def scores_of(
     q: torch.Tensor,
     pages: Pages,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
+    rows: Rows,
     scale: float,
-    optimism: float,
-    group: str,
-    num_selected: torch.Tensor | None,
+    scoring: Scoring,
+    *,
+    for_select: bool,
 ) -> torch.Tensor:
-    """[R, H, P] scores, in one launch (three under ``softmax_mean``); every argument is contiguous.
+    """[R, H, P] scores, in one launch (three under ``softmax_mean``).
 
-    With `num_selected` [R] they are for `select` alone: rows that select all their pages are skipped, and what lies
-    behind a row's pages holds anything.
+    They may be for `select` alone: rows whose K covers all their pages are skipped then, and what lies behind a row's
+    pages holds anything.
     """
-    rows, width, kv_heads = len(q), page_table.shape[1], pages.num_kv_heads
+    page_table, lengths, group = rows.page_table.contiguous(), rows.lengths.contiguous(), scoring.group
+    num_selected = rows.num_selected.contiguous() if for_select and rows.num_selected is not None else None
+    queries, width, kv_heads = len(q), page_table.shape[1], pages.num_kv_heads
     ratio = q.shape[1] // kv_heads
     heads = kv_heads if group == "mean" else q.shape[1]
-    scores = torch.empty((rows, heads, width), dtype=torch.float32, device=q.device)
-    if not rows:
+    scores = torch.empty((queries, heads, width), dtype=torch.float32, device=q.device)
+    if not queries:
         return scores.new_empty((0, q.shape[1] if group == "per_head" else kv_heads, width))
     check_row("estimate", width, pages.page_size)
     storage, dim = storage_of(pages), pages.head_dim
     blocks = estimate_blocks(dim)
     with on(q.device):
-        score_pages[(cdiv(width, blocks.pages), kv_heads, rows)](
-            q,
+        score_pages[(cdiv(width, blocks.pages), kv_heads, queries)](
+            q.contiguous(),
             page_table,
             lengths,
             lengths if num_selected is None else num_selected,
@@ -62,7 +62,7 @@ def scores_of(
             *storage.bases[4:6],
             scores,
             scale,
-            optimism,
+            scoring.optimism,
             width,
             kv_heads,
             S=pages.page_size,

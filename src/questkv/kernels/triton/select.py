@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from questkv.kernels.scoring import Scoring
 from questkv.kernels.triton.language import jit, tl
 from questkv.kernels.triton.launch import on
 from questkv.kernels.triton.tuning import select_blocks
 
 
-def select(
-    scores: torch.Tensor, num_pages: torch.Tensor, num_selected: torch.Tensor, sink_pages: int, recent_pages: int
-) -> torch.Tensor:
+def select(scores: torch.Tensor, num_pages: torch.Tensor, num_selected: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """As `kernels.select`.
 
     The kernel needs nothing of the host; the width of what it returns does, so this call waits for the GPU once where
@@ -21,7 +20,7 @@ def select(
     selection = torch.empty((*scores.shape[:2], width), dtype=torch.int64, device=scores.device)
     if selection.numel():
         scores, num_pages, num_selected = (tensor.contiguous() for tensor in (scores, num_pages, num_selected))
-        choose(scores, num_pages, 0, num_selected, sink_pages, recent_pages, selection)
+        choose(scores, num_pages, 0, num_selected, scoring, selection)
     return selection
 
 
@@ -30,8 +29,7 @@ def choose(
     lengths: torch.Tensor,
     page_size: int,
     num_selected: torch.Tensor,
-    sink_pages: int,
-    recent_pages: int,
+    scoring: Scoring,
     chosen: torch.Tensor,
 ) -> None:
     """Write the chosen pages of every (row, head), in one launch; every argument is contiguous.
@@ -41,8 +39,7 @@ def choose(
         lengths: [R] tokens of the rows, or with a page size of 0 their sealed pages.
         page_size: S. With one, rows that select all their pages are skipped.
         num_selected: [R].
-        sink_pages: As in `kernels.select`.
-        recent_pages: As in `kernels.select`.
+        scoring: Its sink and recent pages.
         chosen: [R, H, K] int64: written as the selection, ascending, -1 at the end; or [R, H, P] uint8: written for
             the row's sealed pages, 1 where a page is chosen.
     """
@@ -53,8 +50,8 @@ def choose(
             lengths,
             num_selected,
             chosen,
-            sink_pages,
-            recent_pages,
+            scoring.sink_pages,
+            scoring.recent_pages,
             scores.shape[2],
             chosen.shape[2],
             S=page_size,
