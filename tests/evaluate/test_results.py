@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from questkv.errors import ConfigError, ResultsError
-from questkv.evaluate.results import Results, check_rows, folder_name, prepare_folder, read_results
+from questkv.evaluate.results import Results, check_folder, check_rows, folder_name, read_results
 
 RUN: dict[str, Any] = {
     "task": "passkey",
@@ -147,7 +147,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
             pass
         assert says in str(refused.value)
         with pytest.raises(ResultsError) as unprepared:
-            prepare_folder(tmp_path)
+            check_folder(tmp_path)
         assert says in str(unprepared.value)
         assert content(tmp_path) == held
 
@@ -238,6 +238,13 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder", encoding="utf-8")
     for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
         with pytest.raises(ResultsError, match=f"results {tmp_path}/file.*: (File exists|Not a directory)"):
-            prepare_folder(folder)
+            check_folder(folder)
     with pytest.raises(ResultsError, match=r"expected a folder with run\.json and rows\.jsonl, got none"):
         read_results(tmp_path)
+
+
+def test_a_folder_that_is_looked_at_is_not_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for folder in (tmp_path / "there", tmp_path / "new", tmp_path / "there" / "a" / "b"):
+        check_folder(folder)
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "there"]

@@ -62,12 +62,12 @@ def check_targets(run: RunOptions) -> None:
         QuestKVError: The first of them.
     """
     from questkv.evaluate.figures import require_figure
-    from questkv.evaluate.results import prepare_folder
+    from questkv.evaluate.results import check_folder
 
     if run.plot is not None:
         require_figure(run.plot)
     if run.output is not None:
-        prepare_folder(run.output)
+        check_folder(run.output)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,24 @@ class Results:
         self._done.add(_key(row))
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make a results folder, or see that it can be written, before the work whose results it is to hold.
+def check_folder(folder: Path) -> None:
+    """See that a results folder can be made and written, before the work whose results it is to hold.
 
     Raises:
         ResultsError: It can't be made or written, or holds something that isn't a run's results.
     """
-    with _one_line(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        _refuse_foreign(folder)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    made: list[Path] = []
+    try:
+        with _one_line(folder):
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            _refuse_foreign(folder)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    finally:
+        with suppress(OSError):  # the first one that wasn't made, or isn't empty, ends it
+            for path in made:
+                path.rmdir()
 
 
 def folder_name(run: Mapping[str, Any]) -> str:
