@@ -25,8 +25,8 @@ evaluated = --resume --output $(EVALUATED)/$(1) --markdown $(EVALUATED)/$(1).md 
 
 help:
 	@echo "make demo     answer a question from a long text with a small model, dense and sparse"
-	@echo "make test     run the tests"
-	@echo "make test-all run them, and try every causal language model class of transformers"
+	@echo "make test     run the tests that take less than some seconds each"
+	@echo "make test-all run all, the real model among them, and try every causal language model class of transformers"
 	@echo "make test-long send thousands of signals, exceptions and damaged files (many minutes)"
 	@echo "make models   try every class and write what came out into docs/models.md"
 	@echo "make evaluate measure what a budget costs in quality: every table, with few samples, into $(EVALUATED)"
@@ -42,10 +42,10 @@ demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py
 
 # A process for each core, with one thread each: threads of several processes that wait for one another hold the cores.
-pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+pytest = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test: $(DEVELOP)
-	@$(pytest) -m "not sweep and not long" $(ARGS)
+	@$(pytest) -m "not slow and not sweep and not long" $(ARGS)
 
 test-all: $(DEVELOP)
 	@$(pytest) -m "not long" $(ARGS)

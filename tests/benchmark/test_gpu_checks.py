@@ -37,6 +37,7 @@ def check(cases: tuple[Case, ...], backend: str = "reference", seed: int = 0) ->
     return checks
 
 
+@pytest.mark.slow
 def test_the_reference_is_right_on_every_case() -> None:
     cases = (*TINY, *(dataclasses.replace(case, pages=14) for case in CASES))
     checks = check(cases)

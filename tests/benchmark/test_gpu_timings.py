@@ -190,6 +190,7 @@ def rows_at_once(patch: pytest.MonkeyPatch, failing: Callable[[Point], None] = l
     patch.setattr(Timings, "_rows", rows)
 
 
+@pytest.mark.slow
 def test_a_run_writes_rows_summaries_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     rows_at_once(monkeypatch)
@@ -239,6 +240,7 @@ def test_points_without_time_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [note.endswith("not timed: no time") for note in timings.notes] == [True] * 5
 
 
+@pytest.mark.slow
 def test_a_wrong_step_makes_the_run_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def disagree(point: Point) -> None:
         raise DisagreementError("[bench] questkv-sparse: expected x, got y")

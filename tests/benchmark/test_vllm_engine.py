@@ -90,6 +90,7 @@ def test_a_process_that_is_killed_is_an_error_and_can_be_closed(
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_says_why_and_leaves_nothing(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

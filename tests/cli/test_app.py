@@ -104,6 +104,7 @@ def test_info_survives_a_machine_without_proc(run: Run, monkeypatch: pytest.Monk
     assert json.loads(run("info", "--json", "-").stdout)["cpu"]["instruction_sets"] == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_decoding_keeps_what_was_printed(
     roomy_model: str, document: Path, child_environment: dict[str, str]
 ) -> None:
@@ -122,6 +123,7 @@ def test_ctrl_c_while_decoding_keeps_what_was_printed(
     assert errors == b"questkv: interrupted\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_ctrl_c_during_prefill(roomy_model: str, tmp_path: Path, child_environment: dict[str, str]) -> None:
     document = tmp_path / "long.txt"

@@ -59,6 +59,7 @@ def test_what_was_not_timed_and_how_contexts_were_made_is_said(run: Run, tiny_mo
     assert len(json.loads(rows.read_text(encoding="utf-8"))["rows"]) == 6
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_named_so_and_kept_where_torch_keeps_them(
     run: Run, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_writes_rows_table_markdown_json_and_figure(run: Run, tiny_model: str, tmp_path: Path) -> None:
     files = ["--json", "rows.json", "--markdown", "table.md", "--plot", "figure.svg"]
     done = run("eval", "passkey", "--model", tiny_model, *FEW, "--output", "out", *files)
@@ -88,6 +89,7 @@ def test_settings_have_a_folder_each_and_a_finished_run_is_shown_again(
     assert (again.exit_code, again.stdout) == (0, first.stdout)
 
 
+@pytest.mark.slow
 def test_needle_and_perplexity_read_a_document(run: Run, tiny_model: str, document: Path, tmp_path: Path) -> None:
     shared = ["--model", tiny_model, "--methods", "full,tova", "--budgets", "96", "--dtype", "float32"]
     places = ["--lengths", "300,400", "--samples", "2", "--output", "needles", "--plot", "needles.png"]

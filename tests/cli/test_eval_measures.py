@@ -19,6 +19,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_recall_compares_rules_and_writes_files(run: Run, tiny_model: str, document: Path) -> None:
     knobs = ["--optimism", "0.5,1", "--group", "mean,per_head", "--page-size", "16,8"]
     files = ["--json", "rows.json", "--markdown", "tables.md", "--plot", "figure.png"]
@@ -72,6 +73,7 @@ def write_records(folder: Path, name: str) -> None:
     (folder / f"{name}.jsonl").write_text(f"{json.dumps(record)}\n" * 2, encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_longbench_has_a_table_for_each_data_set(run: Run, tiny_model: str, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -106,6 +108,7 @@ def test_longbench_refuses_in_one_line(run: Run, tmp_path: Path, arguments: list
     assert message in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval: pip install 'questkv[eval]'")
 def test_harness_refuses_a_task_that_nobody_knows(run: Run, tiny_model: str) -> None:
     done = run("eval", "harness", "--tasks", "no_such_task", "--model", tiny_model)

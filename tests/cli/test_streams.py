@@ -68,6 +68,7 @@ def test_a_full_disk_behind_standard_output_is_one_line(child_environment: dict[
     assert done.stderr == b"questkv: error: standard output: can't be written: No space left on device\n"
 
 
+@pytest.mark.slow
 @needs_full_device
 def test_an_answer_that_meets_a_full_disk_ends_in_one_line(
     tiny_model: str, document: Path, child_environment: dict[str, str]
@@ -77,6 +78,7 @@ def test_an_answer_that_meets_a_full_disk_ends_in_one_line(
     assert done.stderr == b"questkv: error: standard output: can't be written: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_a_full_disk_behind_standard_error_ends_nothing(
     child_environment: dict[str, str], tiny_model: str, document: Path
 ) -> None:

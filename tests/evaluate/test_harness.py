@@ -144,6 +144,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_local_tasks_run_under_every_method_and_budget(tiny: LoadedModel, tasks: Path, tmp_path: Path) -> None:
     made = HarnessTasks(("lamp_choice", "lamp_free"), str(tasks), None, 7)

@@ -68,6 +68,7 @@ def test_what_is_saved_names_the_backend_that_the_models_device_has(monkeypatch:
     assert [described["environment"]["backend"] for described in saved] == ["triton", "triton"]
 
 
+@pytest.mark.slow
 def test_every_method_and_budget_runs_behind_one_prefill(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_every_method_and_budget_runs_behind_one_prefill(
     assert "lowered" not in rows[2]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_only_what_is_missing(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -341,6 +341,7 @@ def test_compiled_parts_that_do_not_attend_stay() -> None:
         assert attached.cache.report().tokens == (47,)
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_of_a_cache_s_own_is_named() -> None:
     model = build("llama", "questkv", num_hidden_layers=1)
     model.forward = torch.compile(model.forward, backend="eager")

@@ -36,6 +36,7 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 def test_its_code_gives_the_uncompiled_tokens() -> None:
     models, ids = pair("llama"), tokens(2, 30)
     expected = greedy(models.quest, ids, 40, cache=models.cache(SPARSE))

@@ -39,6 +39,7 @@ def greedy(model: Any, ids: torch.Tensor, count: int, **kwargs: Any) -> torch.Te
     return out[:, ids.shape[1] :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama-mixed", "gemma2", "gpt-oss"])
 def test_generate_gives_the_uncompiled_tokens_from_one_graph(name: str) -> None:
     models = pair(name)
@@ -78,6 +79,7 @@ def test_a_graph_serves_every_cache_and_gradient_mode(mode: Any) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_the_cache_can_change_between_compiled_steps() -> None:
     models, ids = pair("llama"), tokens(2, 80)
     model = models.quest
@@ -177,6 +179,7 @@ def test_a_full_pool_leaves_the_cache_as_it_was() -> None:
         teacher_forced(models.quest, ids[:, 32:33], cache, [1])
 
 
+@pytest.mark.slow
 def test_a_model_that_changed_between_steps_is_compiled_again() -> None:
     model, ids = build("llama", "questkv"), tokens(1, 30)
 

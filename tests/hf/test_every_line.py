@@ -171,6 +171,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geometry, "_host_without_gpu", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_leaves_every_layer_as_it_was(host: None, kind: str, operation: str) -> None:

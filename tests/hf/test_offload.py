@@ -227,6 +227,7 @@ def test_keys_and_values_are_shown_wherever_they_lie() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_triton(), reason="triton isn't installed")
 @pytest.mark.parametrize("what", ["a budget", "eight bits", "each head"])
 def test_the_triton_backend_gives_the_same_bits(what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -15,6 +16,7 @@ from questkv.hf.attention import NAME, questkv_attention, questkv_mask
 
 _IN_A_FRESH_PROCESS = """
 import sys
+import pytest
 import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attentions
@@ -41,6 +43,7 @@ print("as it was")
 """
 
 
+@pytest.mark.slow
 def test_importing_adds_one_name_and_changes_nothing_else_even_twice() -> None:
     done = subprocess.run([sys.executable, "-c", _IN_A_FRESH_PROCESS], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "as it was", done.stderr

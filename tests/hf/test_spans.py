@@ -70,6 +70,7 @@ def test_coded_pages_have_spans_too() -> None:
     assert caches[0].report() == caches[1].report()
 
 
+@pytest.mark.slow
 def test_the_compiled_step_has_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     compiled._steps.clear()

@@ -202,6 +202,7 @@ def test_scores_are_those_of_the_coded_pages_boxes(case, group):
         assert bool((scores[row, :, :sealed].double() >= largest - 2 * tolerance).all())
 
 
+@pytest.mark.slow
 @given(data=st.data(), case=coded_cases(), group=st.sampled_from(GROUP_RULES))
 def test_decode_is_estimate_select_and_attend_and_dense_with_enough_pages(data, case, group):
     counts = torch.tensor([data.draw(st.integers(min(n, 2), n + 1)) for n in case.sealed])

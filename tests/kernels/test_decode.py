@@ -92,6 +92,7 @@ def test_a_budget_of_no_sealed_page_reads_the_open_page_alone(group):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @given(data=st.data(), case=cases(), bad=st.sampled_from([math.nan, -2e4]))
 def test_poisoning_every_page_that_was_not_selected_changes_no_bit(data, case, bad):
     arguments = data.draw(_decodes(case))

@@ -29,6 +29,7 @@ def _run(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_without_the_optional_packages():
     assert {"questkv.config", "questkv.kernels.reference.select", "questkv.hf.cache"} <= set(MODULES)
     # None in sys.modules makes the import fail, whether the package is there or not.
@@ -56,6 +57,7 @@ def test_importing_the_operators_does_not_load_transformers():
     assert _run(code).strip() in ("[]", "['triton']")  # torch itself may load triton where it is installed
 
 
+@pytest.mark.slow
 def test_importing_every_module_leaves_torchs_settings_alone():
     state = "(torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.initial_seed())"
     code = (

@@ -67,6 +67,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not native.is_built(), reason="the compiled module isn't built")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the size of a process is read as Linux shows it")
 def test_a_thread_without_memory_is_a_memory_error_and_the_next_call_is_right():

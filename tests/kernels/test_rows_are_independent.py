@@ -45,6 +45,7 @@ def test_a_row_alone_gives_the_bits_it_gives_in_a_batch(arguments, group):
         _assert_same(_all_results(case.row(row), group)[0], together[row])
 
 
+@pytest.mark.slow
 @given(arguments=case_arguments(max_rows=3), group=st.sampled_from(GROUP_RULES), placement=st.integers(1, 99))
 def test_other_physical_pages_segments_and_poison_give_the_same_bits(arguments, group, placement):
     case = build_case(**arguments)
@@ -54,6 +55,7 @@ def test_other_physical_pages_segments_and_poison_give_the_same_bits(arguments, 
         _assert_same(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("box_dtype", ["int8", "model"])
 @pytest.mark.parametrize("head_dim", [8, 80])
@@ -80,6 +82,7 @@ def test_pages_in_one_run_give_the_bits_of_scattered_pages(dtype, box_dtype, hea
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["heads first", "dims first"])
 def test_the_strides_of_the_queries_change_no_bit(layout):
     case = build_case(1, Shape(page_size=3, group=4, head_dim=64), [40, 31, 22])

@@ -25,12 +25,14 @@ from questkv.kernels import Pages, PageSegment, Rows, Scoring, Softmax, append, 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="triton isn't installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16, 71])
 def test_every_group_size(triton_backend, group):
     shape = Shape(kv_heads=1, group=group, head_dim=40, page_size=16, dtype=torch.bfloat16)
     assert_all_operators_are_right(shape, [16 * 9 + 1, 16, 16 * 4 + 5], GROUP_RULES[group % 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "value_dim", "page_size"),
     [
@@ -135,6 +137,7 @@ def test_segments_that_lie_anywhere_are_found(triton_backend):
 # ------------------------------------------------------------------------------------------------- reading
 
 
+@pytest.mark.slow
 def test_select_agrees_with_the_reference_at_a_hundred_thousand_pages():
     scores = torch.randn(1, 2, 100_000)
     scores[0, 1] = scores[0, 1].mul(4).round()  # many ties
@@ -218,6 +221,7 @@ def test_a_step_launches_the_same_whatever_the_lengths_and_reads_nothing_back(la
     assert made[0] == made[1] == made[2]
 
 
+@pytest.mark.slow
 def test_a_wide_page_table_gives_the_bits_of_a_narrow_one(triton_backend):
     """The table of a captured step is as wide as its capacity."""
     case = build_case(0, Shape(page_size=16, group=2), [300, 31])
@@ -256,6 +260,7 @@ def test_without_the_package_a_gpu_is_told_what_to_install(without_triton):
     assert dispatch.automatic(torch.device("cpu")) in ("native", "reference")
 
 
+@pytest.mark.slow
 def test_on_the_cpu_it_works_only_interpreted():
     code = (
         "import torch; from questkv.kernels import select; n = torch.ones(1, dtype=torch.int64)\n"

@@ -13,6 +13,7 @@ from sweep.tiny_models import tiny_model
 pytestmark = [pytest.mark.sweep, pytest.mark.filterwarnings("ignore")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",
     [

@@ -107,7 +107,7 @@ class CompiledStep:
                 return graph
         # torch counts compilations by code object, so every structure gets one of its own.
         run = FunctionType(_run.__code__.replace(), globals(), "questkv_step")
-        options = {
+        options: dict[str, str | int | bool | Callable[..., Any]] = {
             "guard_filter_fn": _not_modules,
             # The shapes of what operators give are asserted some 900 times a step; those of ours are tested.
             "size_asserts": False,
