@@ -64,6 +64,19 @@ def test_rotary_frequencies_change_in_a_graph_where_the_sequence_outgrows_its_or
     assert graphs() == 1
 
 
+def test_a_token_that_comes_as_an_embedding_is_compiled_too() -> None:
+    models, ids = pair("llama"), tokens(1, 36)
+    model = models.quest
+    embeddings = model.get_input_embeddings()(ids).detach()
+    expected = teacher_forced(model, ids, models.cache(SPARSE), [30, *[1] * 6])
+    cache = models.cache(SPARSE)
+    with attach(model, compile=True), torch.no_grad():
+        steps = [model(ids[:, :30], cache=cache).logits]
+        steps += [model(inputs_embeds=embeddings[:, i : i + 1], cache=cache).logits for i in range(30, 36)]
+    assert torch.equal(torch.cat(steps, dim=1), expected)
+    assert graphs() == 1
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_graph_serves_every_cache_and_gradient_mode(mode: Any) -> None:
     model, ids = pair("llama").quest, tokens(1, 60)

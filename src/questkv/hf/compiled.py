@@ -22,6 +22,8 @@ from questkv.hf.prefill import cache_argument
 from questkv.hf.step_operator import HANDLE
 from questkv.hf.structure import Structure
 
+# The arguments that may hold the new tokens.
+_NEW_TOKENS = ("input_ids", "inputs_embeds")
 # Structures of a model whose graphs are kept: as it is with its linear layers fast and not, and a few more.
 _MOST_KEPT = 8
 _steps: WeakKeyDictionary[PreTrainedModel, CompiledStep] = WeakKeyDictionary()
@@ -52,10 +54,10 @@ class CompiledStep:
 
     def takes(self, model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
         """Whether a call of the model's forward is a decode step: one token a sequence, and a `QuestCache` to read."""
-        ids = arguments.get("input_ids")
+        new = _new_tokens(arguments)
         return (
-            isinstance(ids, torch.Tensor)
-            and ids.shape[1] == 1
+            isinstance(new, torch.Tensor)
+            and new.shape[1] == 1
             and isinstance(arguments.get(self._cache_argument), QuestCache)
             and model.config.get_text_config(decoder=True)._attn_implementation == NAME
         )
@@ -74,24 +76,26 @@ class CompiledStep:
             UnsupportedError: The model, its cache or an argument can't be compiled; the message says why.
         """
         rest = dict(arguments)
-        ids, cache = rest.pop("input_ids"), rest.pop(self._cache_argument)
+        cache, new = rest.pop(self._cache_argument), _new_tokens(rest)
         mask, positions = rest.pop("attention_mask", None), rest.pop("position_ids", None)
         as_tuple = rest.pop("return_dict", None) is False
         self._refuse(cache, mask)
-        batch = ids.shape[0]
+        batch = new.shape[0]
         # One kind of tensor and one gradient mode, whatever the caller's: a graph is compiled for each.
         with torch.inference_mode(False), torch.no_grad():
             if positions is None:
-                positions = torch.full((batch, 1), cache.state.columns, device=ids.device)
+                positions = torch.full((batch, 1), cache.state.columns, device=new.device)
             elif positions.ndim == 2:
                 positions = positions.expand(batch, -1)
             # A copy has the strides of its shape, a slice of a longer tensor hasn't.
-            ids, positions = (x.clone(memory_format=torch.contiguous_format) for x in (ids, positions))
+            new, positions = (x.clone(memory_format=torch.contiguous_format) for x in (new, positions))
+            rest |= {name: new for name in _NEW_TOKENS if rest.get(name) is not None}
             local_masks = self._local_masks(model, cache, batch, mask, positions)
             cache.begin_step(batch, None if mask is None else mask[:, -cache.state.columns - 1 :].bool(), local_masks)
             rest |= {self._cache_argument: self._stub, HANDLE: cache.handle, "return_dict": True}
+            rest |= {"position_ids": positions}
             try:
-                out = self._graph(model)(model, ids, positions, rest)
+                out = self._graph(model)(model, rest)
             except TorchDynamoException as error:
                 raise UnsupportedError(
                     f"[compile] {type(model).__name__}: expected a model whose decode step torch.compile takes as one "
@@ -155,9 +159,14 @@ def _not_modules(guards: Sequence[Any]) -> Sequence[bool]:
     return kept
 
 
-def _run(model: Any, ids: torch.Tensor, positions: torch.Tensor, rest: dict[str, Any]) -> Any:
+def _run(model: Any, arguments: dict[str, Any]) -> Any:
     """The forward of the model's class: one that was put on the model itself may be what calls this."""
-    return type(model).forward(model, input_ids=ids, position_ids=positions, **rest)
+    return type(model).forward(model, **arguments)
+
+
+def _new_tokens(arguments: dict[str, Any]) -> Any:
+    """The new tokens of a forward, [B, n] or [B, n, hidden size]; None if there are none."""
+    return next((arguments[name] for name in _NEW_TOKENS if arguments.get(name) is not None), None)
 
 
 class _StepCache(Cache):
