@@ -19,6 +19,7 @@ import torch
 
 from questkv import QuestCache, QuestConfig, kernels
 from questkv.hf.prefill import cache_argument, prefill
+from questkv.hf.rotary import read_as
 from questkv.kernels import Softmax
 from questkv.models import load_model
 
@@ -76,11 +77,12 @@ def count(arguments: argparse.Namespace) -> dict[str, Any]:
     ids = loaded.tokenizer(text[: 8 * arguments.context], return_tensors="pt")["input_ids"]
     ids = ids[:, : arguments.context + arguments.tokens]
     cache = QuestCache(model.config, config)
-    prefill(model, cache, ids[:, : arguments.context])
     counter = Counter(cache, arguments.skipped)
-    with cache.observe(counter), torch.no_grad():
-        for i in range(arguments.context, ids.shape[1]):
-            model(input_ids=ids[:, i : i + 1], use_cache=True, **{cache_argument(model): cache})
+    with read_as(model, ids.shape[1]):
+        prefill(model, cache, ids[:, : arguments.context], total_tokens=ids.shape[1])
+        with cache.observe(counter), torch.no_grad():
+            for i in range(arguments.context, ids.shape[1]):
+                model(input_ids=ids[:, i : i + 1], use_cache=True, **{cache_argument(model): cache})
     rows = [{"offload_cache": size, "there": counter.there[size] / counter.asked} for size in SIZES]
     return {"rows": rows, "arguments": vars(arguments), "config": config.to_dict()}
 

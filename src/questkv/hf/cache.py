@@ -81,6 +81,8 @@ class QuestCache(Cache):
         self._first_layer = next(
             i for i, layer in enumerate(layers) if i in paged or getattr(layer, "is_sliding", False)
         )
+        # Tokens of the sequence whose rotary frequencies the cached keys have, where `prefill` chose them; else 0.
+        self.read_as = 0
         self._handle: torch.Tensor | None = None
         self._local_masks: dict[int, torch.Tensor | None] = {}
 

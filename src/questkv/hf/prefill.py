@@ -56,31 +56,35 @@ def prefill(
         input_ids: [B, tokens] int64, the new tokens, without padding.
         chunk_tokens: Tokens a run. Larger runs are faster and hold more activations at once.
         total_tokens: Length of the whole sequence, where it is known that more tokens follow. Rotary embeddings of the
-            types `longrope` and `dynamic` choose their frequencies by it; they must be those of the cached keys. None:
-            the tokens that the cache holds and `input_ids`.
+            types `longrope` and `dynamic` choose their frequencies by it. None: the tokens that the cache holds and
+            `input_ids`, or what an earlier call said, where that is more.
         on_progress: Called after each run with the tokens done so far.
 
     Returns:
         [B, vocabulary] logits of the last token; [B, 0] where there are no tokens.
 
     Raises:
-        CacheMismatchError: Without `total_tokens`, where the new tokens lengthen the sequence so far that the rotary
-            embedding takes other frequencies than the cached keys have; the cache is as it was.
+        CacheMismatchError: The rotary embedding would take other frequencies than the cached keys have; the cache is as
+            it was.
     """
     logits: torch.Tensor = torch.empty(len(input_ids), 0)
     name = cache_argument(model)
     # one row of logits is made instead of [chunk, vocabulary], where the model can be told so
     few_logits = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     length, past = input_ids.shape[1], cache.get_seq_length()
-    if total_tokens is None:
-        total_tokens = past + length
-        if past and length and not reads_alike(model, past, total_tokens):
+    sparse = cache.config.sparse_prefill if isinstance(cache, QuestCache) else 0
+    read = cache.read_as if past and isinstance(cache, QuestCache) else 0
+    if read or total_tokens is None:
+        total = max(past + length, read) if total_tokens is None else total_tokens
+        if past and length and not reads_alike(model, read or past, total):
             raise CacheMismatchError(
                 f"[prefill] input_ids: expected no more tokens than leave the rotary frequencies as they were for the "
-                f"{past} cached ones, got {length}; feed all {total_tokens} at once into a new cache, or give the "
-                "length of the whole sequence as total_tokens each time"
+                f"{past} cached ones, read as a part of {read or past}, got {length}, as a part of {total}; feed all "
+                "at once into a new cache, or give the length of the whole sequence as total_tokens each time"
             )
-    sparse = cache.config.sparse_prefill if isinstance(cache, QuestCache) else 0
+        total_tokens = total
+    if length and isinstance(cache, QuestCache):
+        cache.read_as = total_tokens
     with read_as(model, total_tokens):
         for start, end in chunks(length, chunk_tokens=chunk_tokens, longer_than=sparse):
             with torch.no_grad():
