@@ -10,7 +10,7 @@ import torch
 
 from hf.tiny_models import pair, tokens
 from questkv import QuestConfig, attach
-from questkv.hf import compiled
+from questkv.hf.compile import graph
 from questkv.models import LoadedModel
 
 SPARSE = QuestConfig(token_budget=16, page_size=4, sink_tokens=4, recent_tokens=4, dense_layers=1)
@@ -18,11 +18,11 @@ SPARSE = QuestConfig(token_budget=16, page_size=4, sink_tokens=4, recent_tokens=
 
 @pytest.fixture(autouse=True)
 def _fresh_graphs() -> Iterator[None]:
-    compiled._steps.clear()
+    graph._steps.clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
-    compiled._steps.clear()
+    graph._steps.clear()
     torch._dynamo.reset()
 
 

@@ -12,7 +12,7 @@ import torch
 from hf.tiny_models import build, pad_left, pair, teacher_forced, tokens
 from questkv import QuestCache, QuestConfig, attach
 from questkv.errors import CacheMismatchError, PoolFullError, UnsupportedError
-from questkv.hf import compiled
+from questkv.hf.compile import graph
 
 SPARSE = QuestConfig(token_budget=16, page_size=4, sink_tokens=4, recent_tokens=4, dense_layers=1)
 
@@ -21,11 +21,11 @@ SPARSE = QuestConfig(token_budget=16, page_size=4, sink_tokens=4, recent_tokens=
 def _fresh_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs of one test only, run as torch sees them; test_compiled_inductor.py has the C++ that is made of them."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    compiled._steps.clear()
+    graph._steps.clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
-    compiled._steps.clear()
+    graph._steps.clear()
     torch._dynamo.reset()
 
 

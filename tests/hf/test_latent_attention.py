@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from hf.tiny_models import Pair, pad_left, teacher_forced, tokens
 from questkv import QuestConfig, attach
 from questkv.errors import UnsupportedError
-from questkv.hf import compiled
+from questkv.hf.compile import graph
 from questkv.pages import geometry
 from questkv.policies import METHODS, decode, make_policy, policy_class, prefill_context
 
@@ -169,14 +169,14 @@ def test_a_cache_is_filled_with_keys_and_values_and_not_with_latents() -> None:
 @pytest.mark.parametrize("name", ["deepseek-v2", "minicpm3"])
 def test_the_compiled_step_gives_the_uncompiled_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    compiled._steps.clear()
+    graph._steps.clear()
     models, ids = _pair(name), tokens(1, 30)
     config = QuestConfig(token_budget=1.0, **_PAGES)
     expected = _generate(models.quest, ids, cache=models.cache(config))
     with attach(models.quest, compile=True):
         assert _generate(models.quest, ids, cache=models.cache(config)) == expected
-    assert compiled._steps
-    compiled._steps.clear()
+    assert graph._steps
+    graph._steps.clear()
     torch._dynamo.reset()
 
 

@@ -10,9 +10,9 @@ import torch
 from hf.tiny_models import BY_LENGTH, build, teacher_forced, tokens
 from questkv import QuestCache, QuestConfig, attach
 from questkv.errors import CacheMismatchError, UnsupportedError
+from questkv.hf.compile.structure import Structure
 from questkv.hf.prefill import prefill
 from questkv.hf.rotary import read_as, reads_alike
-from questkv.hf.structure import Structure
 
 FULL = QuestConfig(token_budget=1.0, page_size=4)
 ORIGINAL = 150

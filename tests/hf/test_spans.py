@@ -11,7 +11,7 @@ import torch
 from hf.tiny_models import pair, teacher_forced, tokens
 from questkv import QuestConfig, attach
 from questkv.errors import ConfigError
-from questkv.hf import compiled
+from questkv.hf.compile import graph
 
 SPANS = QuestConfig(token_budget=24, page_size=4, sink_tokens=4, recent_tokens=4, dense_layers=1, span_pages=3)
 
@@ -73,13 +73,13 @@ def test_coded_pages_have_spans_too() -> None:
 @pytest.mark.slow
 def test_the_compiled_step_has_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    compiled._steps.clear()
+    graph._steps.clear()
     models, ids = pair("llama"), tokens(1, 130)
     rest = {"max_new_tokens": 30, "do_sample": False}
     expected = models.quest.generate(ids, cache=models.cache(SPANS), **rest)
     with attach(models.quest, compile=True):
         got = models.quest.generate(ids, cache=models.cache(SPANS), **rest)
-    compiled._steps.clear()
+    graph._steps.clear()
     torch._dynamo.reset()
     assert torch.equal(got, expected)
 

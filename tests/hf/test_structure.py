@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf.tiny_models import build
+from questkv.hf.compile.structure import Structure
 from questkv.hf.linear_layers import fast_linear_layers
-from questkv.hf.structure import Structure
 
 
 def replace_parameter(model: Any) -> None:

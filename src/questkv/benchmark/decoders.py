@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from questkv.config import QuestConfig
 from questkv.hf import QuestCache
-from questkv.hf.compiled import compiled_step
+from questkv.hf.compile.graph import compiled_step
 from questkv.hf.prefill import cache_argument
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.attention import NAME
 from questkv.hf.cache import QuestCache
-from questkv.hf.compiled import arguments_of, compiled_step, refuse_compiled_forward
+from questkv.hf.compile.graph import arguments_of, compiled_step, refuse_compiled_forward
 from questkv.hf.linear_layers import fast_linear_layers
 from questkv.hf.prefill import cache_argument
 from questkv.hf.support import check_cache_implementation

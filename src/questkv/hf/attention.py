@@ -9,12 +9,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from questkv.errors import CacheMismatchError, UnsupportedError
+from questkv.hf.compile.operator import HANDLE
 from questkv.hf.gradients import refuse_backward
 from questkv.hf.layer import NAME as NAME
 from questkv.hf.layer import PagedKeys
 from questkv.hf.local_attention import local_attention
 from questkv.hf.patterns import attend_by_pattern, is_padding, mark_padding
-from questkv.hf.step_operator import HANDLE
 from questkv.hf.support import holds_whole_context
 from questkv.hf.transformed import TransformedStates
 from questkv.kernels import Softmax

@@ -22,13 +22,13 @@ from transformers.cache_utils import (
 from questkv.config import QuestConfig
 from questkv.errors import CacheMismatchError, UnsupportedError
 from questkv.hf.attention import mark_own_layer
+from questkv.hf.compile.operator import new_handle
 from questkv.hf.hybrid_layer import PagedHybridLayer
 from questkv.hf.layer import PagedLayer
 from questkv.hf.local_attention import local_attention
 from questkv.hf.own_layers import OwnLayers
 from questkv.hf.report import CacheReport, LayerReport
 from questkv.hf.state import Observer, PagedState
-from questkv.hf.step_operator import new_handle
 from questkv.hf.support import paged_layers
 from questkv.kernels import Softmax
 

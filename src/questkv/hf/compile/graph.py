@@ -17,10 +17,10 @@ from transformers.masking_utils import create_masks_for_generate
 from questkv.errors import UnsupportedError
 from questkv.hf.attention import NAME
 from questkv.hf.cache import QuestCache
+from questkv.hf.compile.operator import HANDLE
+from questkv.hf.compile.structure import Structure
 from questkv.hf.layer import PagedLayer
 from questkv.hf.prefill import cache_argument
-from questkv.hf.step_operator import HANDLE
-from questkv.hf.structure import Structure
 
 # The arguments that may hold the new tokens.
 _NEW_TOKENS = ("input_ids", "inputs_embeds")
