@@ -14,6 +14,7 @@ import pytest
 from questkv.cli import document
 from questkv.cli.document import read_document
 from questkv.cli.formats import format_of
+from questkv.cli.long_document import advice
 from questkv.errors import DocumentError
 
 
@@ -169,3 +170,10 @@ def test_odd_names_are_one_line(name: str) -> None:
     with pytest.raises(DocumentError, match=r"^document .*: (no such file|can't be read: .*)$") as refused:
         read_document(name)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("total", "stretch"), [(1025, 2), (32 * 1024, 32), (32 * 1024 + 1, None)])
+def test_a_factor_is_advised_up_to_the_largest_that_anybody_shows(total: int, stretch: int | None) -> None:
+    said = advice(total, 1024)
+    assert said.startswith("use its last part with --tail")
+    assert said.endswith("--tail" if stretch is None else f"--rope-factor {stretch}")

@@ -8,6 +8,9 @@ from questkv.conversation.markup import text_ids
 from questkv.errors import DocumentError
 from questkv.evaluate.excerpt import Excerpt, beginning, ending
 
+# The largest factor that YaRN's authors show (arXiv 2309.00071: 16 and 32); far beyond, no answer is right.
+_MOST_STRETCH = 32
+
 
 def shorten(text: str, limit: int | None, tokenizer: Any, *, tail: bool) -> Excerpt:
     """The part of a document that can matter: all of it where it may fit the context.
@@ -28,8 +31,8 @@ def shorten(text: str, limit: int | None, tokenizer: Any, *, tail: bool) -> Exce
     part = (ending if tail else beginning)(text, limit, lambda words: text_ids(tokenizer, words))
     if part.estimate is not None and not tail:
         raise DocumentError(
-            f"the document is too long: about {part.estimate:,} tokens, and the model's context is {limit:,}; use its "
-            f"last part with --tail, or stretch the context with --rope-factor {factor_for(part.estimate, limit)}"
+            f"the document is too long: about {part.estimate:,} tokens, and the model's context is {limit:,}; "
+            f"{advice(part.estimate, limit)}"
         )
     return part
 
@@ -48,9 +51,10 @@ def left_out(part: Excerpt, tokens: int, cut: int) -> str:
     return f"--tail: all but the last {kept:,} of the document's about {part.estimate:,} tokens were left out"
 
 
-def factor_for(total: int, limit: int) -> int:
-    """The smallest power of two that stretches a context to `total` tokens."""
+def advice(total: int, limit: int) -> str:
+    """What a user can do about a document that takes `total` tokens of a context of `limit`."""
     factor = 2
     while factor * limit < total:
         factor *= 2
-    return factor
+    stretch = f", or stretch the context with --rope-factor {factor}" if factor <= _MOST_STRETCH else ""
+    return f"use its last part with --tail{stretch}"

@@ -15,7 +15,7 @@ import torch
 from transformers import StoppingCriteriaList, set_seed
 
 from questkv.cli.generation import Generation
-from questkv.cli.long_document import factor_for
+from questkv.cli.long_document import advice
 from questkv.cli.prompt import Conversation, Prompt, common
 from questkv.cli.stream import StopWhenAsked, TextStream
 from questkv.config import QuestConfig
@@ -184,8 +184,7 @@ class Session:
         if not tail:
             raise DocumentError(
                 f"the document is too long: {total:,} tokens ({tokens:,} of the document, {total - tokens:,} for the "
-                f"question and the answer), and the model's context is {limit:,}; stretch it with "
-                f"--rope-factor {factor_for(total, limit)}, or use the document's last part with --tail"
+                f"question and the answer), and the model's context is {limit:,}; {advice(total, limit)}"
             )
         left_out = total - limit
         while left_out < tokens:
