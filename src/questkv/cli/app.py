@@ -17,7 +17,7 @@ from questkv.cli.ask import ask
 from questkv.cli.bench import app as bench
 from questkv.cli.chat import chat
 from questkv.cli.eval import app as evaluation
-from questkv.cli.failures import BAD_ARGUMENTS, FAILED, INTERRUPTED, report_fault, say_failure
+from questkv.cli.failures import BAD_ARGUMENTS, FAILED, INTERRUPTED, noted_interrupts, report_fault, say_failure
 from questkv.cli.info import info
 from questkv.errors import OutputError, QuestKVError
 
@@ -95,6 +95,15 @@ def main() -> None:
 
     Nothing leaves it as a traceback: what nobody foresaw is one line that says how to report it.
     """
+    with noted_interrupts():  # also while what a command held is let go
+        code = _run()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: Python's own end isn't worth interrupting
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Run the command line; gives the exit code."""
     code = FAILED
     try:
         streams.prepare()
@@ -108,11 +117,7 @@ def main() -> None:
         say_failure(str(error))
     except Exception as error:
         code = report_fault(error) if _output_is_well() else FAILED
-    if code == 0 and not _output_is_well():
-        code = FAILED
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: Python's own end isn't worth interrupting
-    sys.exit(code)
+    return FAILED if code == 0 and not _output_is_well() else code
 
 
 def _output_is_well() -> bool:

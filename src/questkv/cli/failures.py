@@ -32,7 +32,7 @@ def one_line_failures() -> Iterator[None]:
 
     Anything else is a fault of ours and goes on to `report_fault`.
     """
-    with _noted_interrupts() as interrupted:
+    with noted_interrupts() as interrupted:
         try:
             yield
         except typer.Exit:
@@ -105,7 +105,7 @@ def _memory_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
+def noted_interrupts() -> Iterator[list[int]]:
     """Note each Ctrl-C before it is raised as a KeyboardInterrupt.
 
     A handler can be set in the main thread only; and a Ctrl-C that the shell told us to ignore stays ignored. One that
